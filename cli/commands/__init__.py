@@ -1,0 +1,1 @@
+"""One file a command; cli/main.py has the table."""

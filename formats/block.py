@@ -1,0 +1,119 @@
+"""Block files: one filled block, immutable. See docs/format.md, section "Block file"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.container import Container, Packed, Tensor, pack, parse
+from kvsnap.formats.errors import Damaged, Unsupported
+from kvsnap.formats.fields import (
+    FORMAT_VERSION,
+    check_version,
+    digest_field,
+    hex_field,
+    ids_tensor,
+    number_field,
+)
+from kvsnap.formats.identity import EXACT, layout_of
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import TokenIds
+from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows
+
+KIND = "block"
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """What a block file says of itself; compared, token id by token id, before it is used."""
+
+    name: bytes
+    parent: bytes
+    root_id: str
+    start: int
+    """Position of the first token in the sequence."""
+    token_ids: TokenIds
+    identity: str
+    extras: bytes = b""
+
+    def fields(self) -> dict[str, str]:
+        """The header fields that decide what an engine receives."""
+        return {
+            "extras": self.extras.hex(),
+            "fidelity": EXACT,
+            "kind": KIND,
+            "name": self.name.hex(),
+            "parent": self.parent.hex(),
+            "root_id": self.root_id,
+            "start": str(self.start),
+        }
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """A parsed block file over the buffer it was parsed from."""
+
+    record: BlockRecord
+    codec: Codec
+    content: str
+    tensors: Mapping[str, Tensor]
+
+    def layout(self) -> Layout:
+        return layout_of(self.record.identity)
+
+    def decode_into(self, layout: Layout, out: Mapping[str, np.ndarray]) -> None:
+        decode_rows(self.codec, layout, self.tensors, out)
+
+    def check_content(self) -> None:
+        """Decode and compare the `content` digest: what verify does, and a read does not."""
+        layout = self.layout()
+        rows = layout.empty(len(self.record.token_ids))
+        self.decode_into(layout, rows)
+        ids = self.record.token_ids.astype("<u4").tobytes()
+        if content_digest(self.record.fields(), ids, rows) != self.content:
+            raise Damaged("the content digest differs: the rows are not the ones that were named")
+
+
+def pack_block(record: BlockRecord, codec: Codec, layout: Layout, rows: Rows) -> Packed:
+    """The bytes of one block file. Equal record, rows and codec give equal bytes."""
+    layout.check(rows, len(record.token_ids))
+    whole = contiguous(rows)
+    ids = record.token_ids.astype("<u4")
+    metadata = {
+        **record.fields(),
+        "codec": codec.id,
+        "content": content_digest(record.fields(), ids.tobytes(), whole),
+        "identity": record.identity,
+        "kvsnap": FORMAT_VERSION,
+    }
+    tensors = [("token_ids", Tensor("U32", ids.shape, ids)), *encode_rows(codec, layout, whole)]
+    return pack(metadata, tensors)
+
+
+def parse_block(buffer: memoryview) -> BlockFile:
+    """Parse a whole block file. The caller checks the `file` digest first."""
+    container = parse(buffer)
+    tensors = dict(container.tensors)
+    record = block_record(container, tensors.pop("token_ids", None))
+    return BlockFile(
+        record, get_codec(container.field("codec")), container.field("content"), tensors
+    )
+
+
+def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
+    """The record of a block file from its header and its `token_ids` tensor."""
+    check_version(container, KIND)
+    if container.field("fidelity") != EXACT:
+        raise Unsupported(f"fidelity {container.field('fidelity')!r} is not known to this version")
+    return BlockRecord(
+        name=digest_field(container, "name"),
+        parent=digest_field(container, "parent"),
+        root_id=digest_field(container, "root_id").hex(),
+        start=number_field(container, "start"),
+        token_ids=ids_tensor(ids),
+        identity=container.field("identity"),
+        extras=hex_field(container, "extras"),
+    )

@@ -1,0 +1,89 @@
+"""The one error tree of kvsnap. Every class carries what went wrong and what to do about it.
+
+    KvsnapError                 it did not work                                           exit 1
+    ├── UsageError              the request makes no sense as it stands                   exit 2
+    │   └── BadTokenIds         token ids that are not integers in 0..2^32-1
+    ├── Damaged                 bytes are not what they claim to be (on the read path: a miss)
+    ├── Unsupported             something kvsnap knows by name and does not handle
+    ├── IdentityMismatch        KV of another model, setting or tenant
+    ├── NotFound                no such session, block or model
+    ├── StoreError              the store's folder does not do what was asked
+    │   ├── StoreFull           no space left
+    │   └── StoreReadOnly       nothing can be written there
+    ├── EngineError             the engine did not do what was asked
+    └── PartlyDone              some of it worked, and what did is kept                   exit 3
+        └── SessionMoved        a session changed meanwhile; this one was stored beside it
+"""
+
+from __future__ import annotations
+
+
+class KvsnapError(Exception):
+    """Base of all errors. `what` is one line, `hint` one line on what to do (may be empty)."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+
+class UsageError(KvsnapError):
+    """The caller asked for something that makes no sense as it stands."""
+
+    exit_code = 2
+
+
+class BadTokenIds(UsageError):
+    """Token ids must be integers in 0..2^32-1; bools and floats are refused before hashing."""
+
+
+class Damaged(KvsnapError):
+    """Bytes are not what they claim to be. On the read path this is a miss with `what` as reason."""
+
+
+class Unsupported(KvsnapError):
+    """A version, layout or engine feature that kvsnap knows by name and does not handle."""
+
+
+class IdentityMismatch(KvsnapError):
+    """KV of another identity. `field` is the first identity field that differs."""
+
+    def __init__(self, field: str, what: str, hint: str = "") -> None:
+        super().__init__(what, hint)
+        self.field = field
+
+
+class NotFound(KvsnapError):
+    """No such session, block, model or file."""
+
+
+class StoreError(KvsnapError):
+    """The store's folder does not do what was asked of it."""
+
+
+class StoreFull(StoreError):
+    """No space left on the store's disk. What was stored before is kept."""
+
+
+class StoreReadOnly(StoreError):
+    """Nothing can be written to the store. What it holds can still be read."""
+
+
+class EngineError(KvsnapError):
+    """The engine did not do what was asked of it."""
+
+
+class PartlyDone(KvsnapError):
+    """Some of it worked, and what did is kept."""
+
+    exit_code = 3
+
+
+class SessionMoved(PartlyDone):
+    """The session was saved by somebody else meanwhile; this one is stored as `stored_as`."""
+
+    def __init__(self, stored_as: str, what: str, hint: str = "") -> None:
+        super().__init__(what, hint)
+        self.stored_as = stored_as

@@ -1,0 +1,52 @@
+"""Header fields that all kvsnap files share, read with a reason when they are wrong."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kvsnap.formats.container import Container, Tensor
+from kvsnap.formats.errors import Damaged, Unsupported
+from kvsnap.formats.names import TokenIds, token_array
+
+FORMAT_VERSION = "0"
+"""Version of block and session files. 0 may still change; a later reader refuses what it lacks."""
+
+
+def check_version(container: Container, kind: str) -> None:
+    version = container.field("kvsnap")
+    if version != FORMAT_VERSION:
+        raise Unsupported(
+            f"format version {version!r}; this kvsnap reads version {FORMAT_VERSION}",
+            "read it with the kvsnap that wrote it, or a newer one",
+        )
+    if container.field("kind") != kind:
+        raise Damaged(f"a file of kind {container.field('kind')!r} where a {kind} belongs")
+
+
+def digest_field(container: Container, key: str) -> bytes:
+    value = hex_field(container, key)
+    if len(value) != 32:
+        raise Damaged(f"header field {key!r} is not 64 hexadecimal digits")
+    return value
+
+
+def hex_field(container: Container, key: str) -> bytes:
+    text = container.field(key)
+    if not re.fullmatch(r"([0-9a-f]{2})*", text):
+        raise Damaged(f"header field {key!r} is not lower-case hexadecimal")
+    return bytes.fromhex(text)
+
+
+def number_field(container: Container, key: str) -> int:
+    text = container.field(key)
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise Damaged(f"header field {key!r} is not a number")
+    return int(text)
+
+
+def ids_tensor(tensor: Tensor | None) -> TokenIds:
+    if tensor is None or tensor.dtype != "U32" or len(tensor.shape) != 1:
+        raise Damaged("the file has no tensor of token ids")
+    return token_array(np.frombuffer(tensor.data, "<u4"))

@@ -1,0 +1,169 @@
+"""The shape of KV: which groups of layers there are, and how one token's rows look in each.
+
+A *plane* is one kind of row (`k`, `v`, `latent`). A *group* is a run of layers whose planes have
+equal shapes; it becomes one tensor a plane in a file, named `GROUP.PLANE`. Three kinds of planes:
+
+    elements   [layers, tokens, kv_heads, head_dim] in the engine's element type, token-major
+    rows       [layers, tokens, row_bytes] U8: ggml's quantized types, cut between tokens only
+    pages      [layers, page_bytes] U8: a whole block as an engine keeps it, nothing to cut inside
+
+In memory a plane is a numpy array of unsigned integers, [layers, tokens, row] (pages: [layers,
+page_bytes]): numpy has no bfloat16, and nothing here computes with the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsnap.formats.errors import Damaged, Unsupported
+
+Array: TypeAlias = NDArray[Any]
+Rows: TypeAlias = Mapping[str, Array]
+"""`GROUP.PLANE` → array [layers, tokens, row]; all planes hold the same tokens."""
+
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+KINDS = ("elements", "rows", "pages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """One kind of row. `row` is (kv_heads, head_dim) for elements, (bytes,) for rows and pages."""
+
+    name: str
+    kind: str
+    dtype: str
+    row: tuple[int, ...]
+    source_type: str = ""
+    """The engine's own name of the type (`f16`, `q8_0`); it stands in the identity's kv_types."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise Unsupported(f"rows of kind {self.kind!r} are not known to this version of kvsnap")
+        if self.dtype not in ELEMENT_BYTES or (self.kind != "elements" and self.dtype != "U8"):
+            raise Unsupported(f"{self.kind} of type {self.dtype!r} are not known")
+        if len(self.row) != (2 if self.kind == "elements" else 1) or min(self.row) < 1:
+            raise Damaged(f"plane {self.name!r} has the impossible row shape {self.row}")
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether the rows of one token can be taken out of a block."""
+        return self.kind != "pages"
+
+    @property
+    def itemsize(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def memory_dtype(self) -> np.dtype[Any]:
+        """The unsigned integer type of the in-memory array."""
+        return np.dtype(f"<u{self.itemsize}")
+
+    def memory_shape(self, layers: int, tokens: int) -> tuple[int, ...]:
+        width = math.prod(self.row)
+        return (layers, tokens, width) if self.can_cut else (layers, width)
+
+    def file_shape(self, layers: int, tokens: int) -> tuple[int, ...]:
+        return (layers, tokens, *self.row) if self.can_cut else (layers, *self.row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A run of `layers` layers whose planes have equal shapes."""
+
+    name: str
+    layers: int
+    planes: tuple[Plane, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All groups of one engine and model, in layer order."""
+
+    groups: tuple[Group, ...]
+
+    def planes(self) -> dict[str, tuple[int, Plane]]:
+        """`GROUP.PLANE` → (layers, plane), sorted by name: the order in files and digests."""
+        found = {f"{g.name}.{p.name}": (g.layers, p) for g in self.groups for p in g.planes}
+        return dict(sorted(found.items()))
+
+    @property
+    def can_cut(self) -> bool:
+        return all(plane.can_cut for group in self.groups for plane in group.planes)
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's rows over all layers; 0 where pages cannot be divided."""
+        return sum(
+            layers * math.prod(plane.row) * plane.itemsize
+            for layers, plane in self.planes().values()
+            if plane.can_cut
+        )
+
+    def empty(self, tokens: int) -> dict[str, Array]:
+        """Uninitialised arrays for `tokens` tokens."""
+        return {
+            name: np.empty(plane.memory_shape(layers, tokens), plane.memory_dtype)
+            for name, (layers, plane) in self.planes().items()
+        }
+
+    def check(self, rows: Rows, tokens: int) -> None:
+        """Raise `Damaged` unless `rows` are exactly this layout's planes for `tokens` tokens."""
+        planes = self.planes()
+        if rows.keys() != planes.keys():
+            raise Damaged(f"planes {sorted(rows)} where the layout has {list(planes)}")
+        for name, (layers, plane) in planes.items():
+            shape, dtype = plane.memory_shape(layers, tokens), plane.memory_dtype
+            if rows[name].shape != shape or rows[name].dtype != dtype:
+                raise Damaged(
+                    f"plane {name} is {rows[name].dtype} {rows[name].shape}, not {dtype} {shape}"
+                )
+
+
+def layout_to_json(layout: Layout) -> list[dict[str, Any]]:
+    """The layout as it stands in an identity."""
+    return [
+        {
+            "group": g.name,
+            "layers": g.layers,
+            "planes": [
+                {
+                    "plane": p.name,
+                    "kind": p.kind,
+                    "dtype": p.dtype,
+                    "row": list(p.row),
+                }
+                for p in g.planes
+            ],
+        }
+        for g in layout.groups
+    ]
+
+
+def layout_from_json(value: Any) -> Layout:
+    """Inverse of `layout_to_json`; raises `Damaged` for anything else."""
+    try:
+        return Layout(
+            groups=tuple(
+                Group(
+                    name=str(g["group"]),
+                    layers=int(g["layers"]),
+                    planes=tuple(
+                        Plane(
+                            name=str(p["plane"]),
+                            kind=str(p["kind"]),
+                            dtype=str(p["dtype"]),
+                            row=tuple(int(n) for n in p["row"]),
+                        )
+                        for p in g["planes"]
+                    ),
+                )
+                for g in value
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"the layout in the identity cannot be read: {error!r}") from error

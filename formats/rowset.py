@@ -1,0 +1,56 @@
+"""Rows inside a file: the part that block, session and checkpoint files have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+from blake3 import blake3
+
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.container import Tensor
+from kvsnap.formats.errors import Damaged
+from kvsnap.formats.layout import Layout, Rows
+
+
+def contiguous(rows: Rows) -> dict[str, np.ndarray]:
+    """Copies (or the arrays themselves) that are C-contiguous, as codecs and digests want them."""
+    return {name: np.ascontiguousarray(array) for name, array in rows.items()}
+
+
+def encode_rows(codec: Codec, layout: Layout, rows: Rows) -> list[tuple[str, Tensor]]:
+    """Tensors of all planes, sorted by name. `rows` must be contiguous and fit the layout."""
+    return [
+        (name + suffix, tensor)
+        for name, (_, plane) in layout.planes().items()
+        for suffix, tensor in sorted(codec.encode(plane, rows[name]).items())
+    ]
+
+
+def decode_rows(
+    codec: Codec, layout: Layout, tensors: Mapping[str, Tensor], out: Mapping[str, np.ndarray]
+) -> None:
+    """Fill `out` (arrays or views as the layout says) from a file's tensors."""
+    left = set(tensors)
+    for name, (_, plane) in layout.planes().items():
+        own = {key for key in left if key == name or key.startswith(name + ".")}
+        codec.decode(plane, {key[len(name) :]: tensors[key] for key in own}, out[name])
+        left -= own
+    if left:
+        raise Damaged(f"tensors that the layout does not have: {sorted(left)}")
+
+
+def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> str:
+    """BLAKE3 over what an engine would receive: u32 length, JSON of `fields`, ids, then planes.
+
+    The same for every lossless codec. `fields` are the header fields that decide what an engine
+    receives; the planes' types and shapes stand in the JSON too.
+    """
+    shapes = {name: [str(array.dtype), *array.shape] for name, array in sorted(rows.items())}
+    record = json.dumps([dict(fields), shapes], sort_keys=True, separators=(",", ":")).encode()
+    hasher = blake3(len(record).to_bytes(4, "little") + record)
+    hasher.update(token_ids)
+    for name in sorted(rows):
+        hasher.update(memoryview(np.ascontiguousarray(rows[name])).cast("B"))
+    return hasher.hexdigest()

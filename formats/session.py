@@ -1,0 +1,183 @@
+"""Session files: a named conversation. Token ids, chain, tail rows, notes and a revision.
+
+The tail are the tokens after the last filled block; their rows live here only. A session file is
+replaced as a whole; `revision` counts the saves. See docs/format.md, section "Session file".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.container import Packed, Tensor, pack, parse
+from kvsnap.formats.errors import Damaged
+from kvsnap.formats.fields import (
+    FORMAT_VERSION,
+    check_version,
+    digest_field,
+    ids_tensor,
+    number_field,
+)
+from kvsnap.formats.identity import EXACT, layout_of
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import TokenIds
+from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows
+
+KIND = "session"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRecord:
+    """What a session file says. `chain` are the names of the filled blocks, in order."""
+
+    name: str
+    tenant_id: str
+    root_id: str
+    identity: str
+    block_size: int
+    revision: int
+    token_ids: TokenIds
+    chain: tuple[bytes, ...]
+    pinned: bool = False
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Free for the caller, JSON: the CLI keeps the chat's messages and the text here."""
+
+    def __post_init__(self) -> None:
+        if len(self.chain) != len(self.token_ids) // self.block_size:
+            raise Damaged(f"{len(self.chain)} blocks for {len(self.token_ids)} token ids")
+
+    @property
+    def tail_start(self) -> int:
+        return len(self.chain) * self.block_size
+
+    @property
+    def tail_tokens(self) -> int:
+        return len(self.token_ids) - self.tail_start
+
+    def fields(self) -> dict[str, str]:
+        """The header fields that decide what an engine receives, or who may have it."""
+        return {
+            "block_size": str(self.block_size),
+            "fidelity": EXACT,
+            "kind": KIND,
+            "name": self.name,
+            "pinned": str(int(self.pinned)),
+            "revision": str(self.revision),
+            "root_id": self.root_id,
+            "tenant_id": self.tenant_id,
+        }
+
+
+@dataclass(frozen=True)
+class SessionFile:
+    """A parsed session file over the buffer it was parsed from."""
+
+    record: SessionRecord
+    codec: Codec
+    content: str
+    talk: str
+    tensors: Mapping[str, Tensor]
+
+    def tail_rows(self) -> dict[str, np.ndarray]:
+        """Decode the tail and check the `content` digest; raises `Damaged`."""
+        rows: dict[str, np.ndarray] = {}
+        if self.record.tail_tokens:
+            layout = layout_of(self.record.identity)
+            rows = layout.empty(self.record.tail_tokens)
+            decode_rows(self.codec, layout, self.tensors, rows)
+        elif self.tensors:
+            raise Damaged(f"tensors without a tail: {sorted(self.tensors)}")
+        if content_digest(self.record.fields(), _ids(self.record), rows) != self.content:
+            raise Damaged("the content digest differs: the rows are not the ones that were saved")
+        return rows
+
+    def check_talk(self) -> None:
+        """Check the `talk` digest, over all but the tail's rows.
+
+        It lets a conversation go on whose tail rows alone are damaged; they are computed again.
+        """
+        if _talk_digest(self.record) != self.talk:
+            raise Damaged("the session's token ids or notes changed after they were written")
+
+
+def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows) -> Packed:
+    """The bytes of a session file; `tail` is empty where no token follows the last block."""
+    rows: dict[str, np.ndarray] = {}
+    if record.tail_tokens:
+        layout.check(tail, record.tail_tokens)
+        rows = contiguous(tail)
+    chain = np.frombuffer(b"".join(record.chain), np.uint8).reshape(-1, 32)
+    metadata = {
+        **record.fields(),
+        "codec": codec.id,
+        "content": content_digest(record.fields(), _ids(record), rows),
+        "identity": record.identity,
+        "kvsnap": FORMAT_VERSION,
+        "notes": _notes(record),
+        "talk": _talk_digest(record),
+    }
+    tensors = [
+        ("token_ids", Tensor("U32", record.token_ids.shape, record.token_ids.astype("<u4"))),
+        ("chain", Tensor("U8", chain.shape, chain)),
+        *(encode_rows(codec, layout, rows) if record.tail_tokens else ()),
+    ]
+    return pack(metadata, tensors)
+
+
+def parse_session(buffer: memoryview) -> SessionFile:
+    """Parse a whole session file. The caller checks the `file` digest first."""
+    container = parse(buffer)
+    check_version(container, KIND)
+    tensors = dict(container.tensors)
+    ids, chain = ids_tensor(tensors.pop("token_ids", None)), tensors.pop("chain", None)
+    if chain is None or chain.dtype != "U8" or chain.shape[1:] != (32,):
+        raise Damaged("the file has no chain of block names")
+    names = bytes(chain.data)
+    try:
+        notes = json.loads(container.field("notes"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged("the notes are not JSON") from error
+    if not isinstance(notes, dict):
+        raise Damaged("the notes are not a table")
+    block_size = number_field(container, "block_size")
+    if not 1 <= block_size <= 2**16:
+        raise Damaged(f"impossible block size {block_size}")
+    record = SessionRecord(
+        name=container.field("name"),
+        tenant_id=container.field("tenant_id"),
+        root_id=digest_field(container, "root_id").hex(),
+        identity=container.field("identity"),
+        block_size=block_size,
+        revision=number_field(container, "revision"),
+        token_ids=ids,
+        chain=tuple(names[at : at + 32] for at in range(0, len(names), 32)),
+        pinned=container.field("pinned") == "1",
+        notes=notes,
+    )
+    codec = get_codec(container.field("codec"))
+    content, talk = container.field("content"), container.field("talk")
+    return SessionFile(record, codec, content, talk, tensors)
+
+
+def _notes(record: SessionRecord) -> str:
+    return json.dumps(record.notes, sort_keys=True, separators=(",", ":"))
+
+
+def _talk_digest(record: SessionRecord) -> str:
+    """BLAKE3 over u32 length, JSON of fields, identity and notes, then chain and ids."""
+    parts = [record.fields(), record.identity, _notes(record)]
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()
+    hasher = blake3(len(text).to_bytes(4, "little") + text)
+    hasher.update(b"".join(record.chain))
+    hasher.update(_ids(record))
+    return hasher.hexdigest()
+
+
+def _ids(record: SessionRecord) -> bytes:
+    return record.token_ids.astype("<u4").tobytes()

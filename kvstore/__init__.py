@@ -1,0 +1,1 @@
+"""The store: files, index, sessions, restore. `kvsnap.kvstore.store` is the one door."""

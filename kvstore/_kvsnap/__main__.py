@@ -1,0 +1,5 @@
+"""`python -m kvsnap`."""
+
+from kvsnap.cli.main import main
+
+main()

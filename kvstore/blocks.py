@@ -1,0 +1,197 @@
+"""Block files on disk: put one, read one with every check, set a damaged one aside.
+
+A hit is believed only after the file's own record equals what was asked for, token id by token id.
+Any damage is a miss with a reason: `Miss` is raised here, and nothing above it lets it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvsnap.formats import names
+from kvsnap.formats.block import BlockFile, BlockRecord, pack_block, parse_block
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
+from kvsnap.formats.identity import Root
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore import files
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place, write_settings
+
+
+class Miss(Exception):
+    """This block cannot be used. `reason` is one line; the engine computes instead."""
+
+    def __init__(self, name: bytes, reason: str) -> None:
+        super().__init__(f"block {name.hex()[:12]}: {reason}")
+        self.name, self.reason = name, reason
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A block that a prompt needs: its place in the chain and what it must say of itself."""
+
+    name: bytes
+    parent: bytes
+    start: int
+    token_ids: TokenIds
+
+
+class Blocks:
+    """Put and read block files of one store. Safe for threads and processes."""
+
+    def __init__(self, place: Place, index: Index) -> None:
+        self.place, self.index = place, index
+        self.misses: dict[bytes, str] = {}
+        """Verdicts of this process: a block that failed once is not looked for again until it is
+        stored again. Without it a read-only store would offer the same damaged block for ever."""
+
+    def has(self, name: bytes) -> bool:
+        """Row and file of the recorded size: what a save may leave out."""
+        row = self.index.find(name)
+        if row is None or row.lost is not None or not row.reachable or name in self.misses:
+            return False
+        size = files.file_size(self.place.block(name))
+        if size == row.bytes:
+            return True
+        self.set_aside(name, "the file is missing" if size is None else "the file's length changed")
+        return False
+
+    def put(
+        self, root: Root, wanted: Wanted, codec: Codec, layout: Layout, rows: Rows
+    ) -> int:
+        """Store one block whose parent is stored; returns bytes written, 0 where it was there.
+
+        `rows` are copied before this returns. The file is not synced: a save does that.
+        """
+        if self.has(wanted.name):
+            return 0
+        record = BlockRecord(
+            wanted.name, wanted.parent, root.root_id, wanted.start, wanted.token_ids, root.identity
+        )
+        packed = pack_block(record, codec, layout, rows)
+        path = self.place.block(wanted.name)
+        write_settings(self.place)
+        files.make_dir(path.parent)
+        temporary = files.write_temporary(self.place.temporary, packed)
+        try:
+            with self.index.transaction() as db:
+                row = self.index.find(wanted.name)
+                faster = row is not None and row.reachable and wanted.name not in self.misses
+                if row is not None and faster and files.file_size(path) == row.bytes:
+                    return 0  # another process stored it meanwhile
+                self.index.insert(db, record, packed.size, codec.id, synced=False)
+                if path.is_dir():
+                    self.place.set_aside(path, "a folder stood in the file's place")
+                with files.store_errors(path):
+                    temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.misses.pop(wanted.name, None)
+        return packed.size
+
+    def read_into(
+        self,
+        root: Root,
+        wanted: Wanted,
+        layout: Layout,
+        out: Mapping[str, np.ndarray],
+        tokens: slice,
+    ) -> None:
+        """Decode rows [tokens) of one block into `out`, after every check. Raises `Miss`.
+
+        `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
+        the file must then begin with them and its name must follow from all its ids.
+        """
+        block = self._load(root, wanted)
+        count = len(block.record.token_ids)
+        try:
+            if tokens == slice(0, count):
+                block.decode_into(layout, out)
+                return
+            whole = layout.empty(count)
+            block.decode_into(layout, whole)
+        except (Damaged, Unsupported) as error:
+            raise self._missed(root, wanted.name, error.what, aside=True) from error
+        for name, array in out.items():
+            array[...] = whole[name][:, tokens]
+
+    def set_aside(self, name: bytes, reason: str, root: Root | None = None) -> None:
+        """Quarantine a block's file and mark what follows it unreachable, in one transaction.
+
+        The file is looked at again inside: another process may have stored the block anew. In a
+        store that cannot be written only this process remembers the verdict.
+        """
+        self.misses[name] = reason
+        path = self.place.block(name)
+        try:
+            with self.index.transaction() as db:
+                row = self.index.find(name)
+                if row is not None and (size := _intact_size(path, name, root)):
+                    self.index.correct_size(db, name, size)
+                    return
+                if row is not None:
+                    self.index.lose(db, name, reason)
+                self.place.set_aside(path, reason)
+        except StoreError:
+            return  # remembered above; the caller's read goes on without the block
+
+    def _load(self, root: Root, wanted: Wanted) -> BlockFile:
+        path = self.place.block(wanted.name)
+        try:
+            buffer = files.read_whole(path)
+            check_file_digest(buffer)
+            block = parse_block(buffer)
+            self._compare(block.record, root, wanted)
+        except Miss as miss:
+            raise self._missed(root, wanted.name, miss.reason, aside=False) from None
+        except FileNotFoundError as error:
+            raise self._missed(root, wanted.name, "the file is missing", aside=True) from error
+        except OSError as error:  # a permission or a device error says nothing about the bytes
+            reason = f"cannot be read: {error.strerror}"
+            raise self._missed(root, wanted.name, reason, aside=False) from error
+        except Unsupported as error:
+            raise self._missed(root, wanted.name, error.what, aside=False) from error
+        except KvsnapError as error:
+            raise self._missed(root, wanted.name, error.what, aside=True) from error
+        return block
+
+    @staticmethod
+    def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:
+        """The collision check. `Damaged`: no file of this name may say that; `Miss`: it may."""
+        own_name = names.block_name(root.key, record.parent, record.token_ids, record.extras)
+        if record.name != wanted.name or own_name != wanted.name:
+            raise Damaged("the file is another block's")
+        if record.root_id != root.root_id or record.identity != root.identity:
+            raise Miss(wanted.name, "the file belongs to another identity")
+        if record.parent != wanted.parent or record.start != wanted.start:
+            raise Miss(wanted.name, "the file belongs to another place in a chain")
+        front = record.token_ids[: len(wanted.token_ids)]
+        if record.extras or not np.array_equal(front, wanted.token_ids):
+            raise Miss(wanted.name, "the file holds other token ids: a name collision")
+
+    def _missed(self, root: Root, name: bytes, reason: str, *, aside: bool) -> Miss:
+        if aside:
+            self.set_aside(name, reason, root)
+        self.misses[name] = reason
+        return Miss(name, reason)
+
+
+def _intact_size(path: Path, name: bytes, root: Root | None) -> int | None:
+    """The length of a file that is intact and, as far as can be told, the block of this name."""
+    try:
+        buffer = files.read_whole(path)
+        check_file_digest(buffer)
+        record = parse_block(buffer).record
+    except (OSError, KvsnapError):
+        return None
+    own_name = record.name
+    if root is not None:
+        own_name = names.block_name(root.key, record.parent, record.token_ids, record.extras)
+    return len(buffer) if record.name == name == own_name else None

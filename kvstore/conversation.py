@@ -1,0 +1,172 @@
+"""From what a person gives (text, messages, ids, a next turn) to token ids, and to a session's notes.
+
+Stored ids are never tokenized again: what follows the stored text is tokenized and appended. Where
+a chat template rewrites earlier turns (it drops a model's thoughts, say), the stored text is no
+prefix of the new one; then the whole text is tokenized, and reuse ends at the first differing id.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvsnap.engines.text import TextEngine
+from kvsnap.formats.errors import UsageError
+from kvsnap.formats.names import TokenIds, token_array
+from kvsnap.formats.session import SessionRecord
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What was given; exactly one field is set, or none to go on with a session."""
+
+    text: str | None = None
+    messages: Sequence[Message] | None = None
+    token_ids: Sequence[int] | None = None
+
+    @property
+    def given(self) -> bool:
+        return any(x is not None for x in (self.text, self.messages, self.token_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Ids to evaluate, and what a session remembers of them.
+
+    `kind` is "chat" or "raw"; `text` is the text that the ids stand for (chat only); `answering`
+    says that the ids end inside an assistant's answer. `rewritten`: the template changed history.
+    """
+
+    token_ids: TokenIds
+    kind: str
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    answering: bool = False
+    rewritten: bool = False
+
+    def notes(self, model: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"kind": self.kind, "model": model}
+        if self.kind == "chat":
+            found |= {
+                "answering": self.answering,
+                "messages": list(self.messages),
+                "text": self.text,
+            }
+        return found
+
+
+def check_messages(value: Any) -> tuple[Message, ...]:
+    """OpenAI chat form: a list of {"role", "content"}, or {"messages": that list}."""
+    if isinstance(value, dict):
+        value = value.get("messages")
+    ok = isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
+    )
+    if not ok:
+        raise UsageError(
+            "messages must be a JSON list of objects with role and content",
+            'for example: [{"role": "user", "content": "Hello"}]',
+        )
+    for message in value:
+        if not isinstance(message.get("content"), str):
+            raise UsageError(
+                "only text content can be saved: token ids do not tell images apart",
+                'give each message a "content" that is a string',
+            )
+    return tuple(value)
+
+
+def new_prompt(engine: TextEngine, source: Source, *, answer: bool) -> Prompt:
+    """A prompt from nothing. `answer` adds the generation prompt to messages."""
+    if source.messages is not None:
+        return _rendered(engine, check_messages(list(source.messages)), answer)
+    if source.token_ids is not None:
+        return Prompt(token_ids=token_array(source.token_ids), kind="raw")
+    return Prompt(token_ids=engine.tokenize(source.text or "", first=True), kind="raw")
+
+
+def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Prompt:
+    """A stored session and what follows it: `text` is the next user turn of a chat."""
+    notes = record.notes
+    if source.token_ids is not None:
+        return _joined(record, token_array(source.token_ids))
+    if notes.get("kind") != "chat":
+        if source.messages is not None:
+            raise UsageError(
+                f"session {record.name!r} is raw text, so --messages cannot be appended to it",
+                "give --prompt, or start a chat: kvsnap save --messages",
+            )
+        return _joined(record, engine.tokenize(source.text or "", first=len(record.token_ids) == 0))
+    messages, stored_text = _chat_notes(notes)
+    if not source.given and notes.get("answering"):
+        return Prompt(
+            token_ids=record.token_ids,
+            kind="chat",
+            messages=messages,
+            text=stored_text,
+            answering=True,
+        )
+    more: Sequence[Message] = ()
+    if source.text is not None:
+        more = [{"role": "user", "content": source.text}]
+    elif source.messages is not None:
+        more = check_messages(list(source.messages))
+    whole = _rendered(engine, (*messages, *more), answer=True)
+    if not whole.text.startswith(stored_text):
+        return Prompt(**{**vars(whole), "rewritten": True})
+    suffix = engine.tokenize(whole.text[len(stored_text) :], first=False, chat=True)
+    ids = np.concatenate([record.token_ids, suffix])
+    return Prompt(**{**vars(whole), "token_ids": ids})
+
+
+def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: bool) -> Prompt:
+    """The prompt with an answer appended; `ended`: the model ended it by itself."""
+    ids = np.concatenate([prompt.token_ids, token_array(new_ids)])
+    if prompt.kind != "chat":
+        return Prompt(token_ids=ids, kind=prompt.kind)
+    text = readable(engine.detokenize(new_ids))
+    messages = prompt.messages
+    if prompt.answering and messages and messages[-1]["role"] == "assistant":
+        last = {**messages[-1], "content": messages[-1]["content"] + text}
+        messages = (*messages[:-1], last)
+    else:
+        messages = (*messages, {"role": "assistant", "content": text})
+    return Prompt(
+        token_ids=ids,
+        kind="chat",
+        messages=messages,
+        text=prompt.text + text,
+        answering=not ended,
+    )
+
+
+def readable(data: bytes) -> str:
+    """Text of generated bytes: a last, incomplete character is left out, other bad bytes shown."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
+def _rendered(engine: TextEngine, messages: tuple[Message, ...], answer: bool) -> Prompt:
+    text = engine.render(messages, answer=answer) if messages or answer else ""
+    ids = engine.tokenize(text, first=True, chat=True)
+    return Prompt(token_ids=ids, kind="chat", messages=messages, text=text)
+
+
+def _joined(record: SessionRecord, more: TokenIds) -> Prompt:
+    return Prompt(token_ids=np.concatenate([record.token_ids, more]), kind="raw")
+
+
+def _chat_notes(notes: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
+    text = notes.get("text")
+    messages = notes.get("messages")
+    if not isinstance(text, str) or not isinstance(messages, list):
+        raise UsageError(
+            "this session's notes do not say how its chat was rendered",
+            "it was saved by a program of its own: go on with --token-ids",
+        )
+    return check_messages(messages), text

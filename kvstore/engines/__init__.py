@@ -1,0 +1,37 @@
+"""Engine adapters: the only code that touches an engine. One table; each is imported on use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kvsnap.formats.errors import Unsupported
+
+ENGINES = {
+    "llama.cpp": "kvsnap.engines.llamacpp:LlamaCpp",
+}
+"""Name on the command line → adapter class."""
+
+_EXPORTS = {"Engine": "kvsnap.engines.base:Engine", "LlamaCpp": ENGINES["llama.cpp"]}
+
+__all__ = ["ENGINES", "Engine", "LlamaCpp", "get_engine"]
+
+
+def get_engine(name: str) -> Any:
+    """The adapter class of an engine's name."""
+    try:
+        return _load(ENGINES[name])
+    except KeyError:
+        known = ", ".join(sorted(ENGINES))
+        raise Unsupported(f"engine {name!r} is not known", f"known engines: {known}") from None
+
+
+def _load(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(name)
+    return _load(_EXPORTS[name])

@@ -1,0 +1,87 @@
+"""What an engine adapter is. A new engine is one file that keeps this contract, plus its suite run.
+
+Positions count from 0; the engine holds one sequence. "Holds" means that KV exists: a token that
+was sampled but never evaluated is not held. An adapter refuses by name, before it touches the
+engine, what it cannot restore exactly (media, other caches' layouts): better a miss than a guess.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvsnap.formats.identity import Identity
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import TokenIds
+
+
+@dataclass(frozen=True)
+class Landing:
+    """The one buffer that an engine's load will take, and views of it to fill with rows.
+
+    `rows`: plane → [layers, tokens, row], writable, not necessarily contiguous.
+    """
+
+    tokens: int
+    rows: Mapping[str, np.ndarray]
+    buffer: object
+
+
+class Engine(ABC):
+    """One live context of one engine. Not for use by several threads at once."""
+
+    evaluated = 0
+    """Tokens that `evaluate` really computed since the adapter was made."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Shapes of the rows that `export` gives and `load` takes."""
+
+    @abstractmethod
+    def identity(self, block_size: int, file_digest: Callable[[Path], str]) -> Identity:
+        """Everything besides tokens that decides the rows, read from the live engine.
+
+        `file_digest` gives the digest of a file, remembered where that is safe."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """How many tokens the context can hold."""
+
+    @abstractmethod
+    def token_ids(self) -> TokenIds:
+        """The ids at positions 0..n-1 that the engine holds KV of; a copy."""
+
+    @abstractmethod
+    def export(self, start: int, stop: int) -> Rows:
+        """Rows of positions [start, stop), which must be held. Does not disturb the engine.
+
+        The arrays stay valid and unchanged whatever the engine does next.
+        """
+
+    @abstractmethod
+    def landing(self, tokens: int) -> Landing:
+        """A buffer for `tokens` tokens at positions 0..; the engine is not touched."""
+
+    @abstractmethod
+    def load(self, landing: Landing, token_ids: TokenIds) -> None:
+        """Replace what the engine holds by the landing's rows, which are those of `token_ids`.
+
+        Raises `EngineError` with the engine left empty if it does not take them.
+        """
+
+    @abstractmethod
+    def truncate(self, tokens: int) -> None:
+        """Forget positions from `tokens` on."""
+
+    @abstractmethod
+    def evaluate(
+        self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None
+    ) -> None:
+        """Compute the next tokens in the engine's own batches; afterwards logits of the last are
+        there to sample from. `step_done` is called with the tokens of each batch."""

@@ -1,0 +1,185 @@
+"""llama.cpp through the caller's own `llama_cpp.Llama`.
+
+Rows leave and enter as sequence states (formats/interchange/llamacpp.py). Only new rows are
+exported: their range is copied to a scratch sequence (cell metadata only, no data moves), whose
+state holds just those cells. `n_tokens` and `input_ids` are kept right, so that `generate`,
+`create_completion` and `create_chat_completion` go on from the restored prefix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from kvsnap.engines.base import Landing
+from kvsnap.engines.llamacpp_identity import Facts, identity_of, layout_of, read_facts
+from kvsnap.engines.llamacpp_text import LlamaText
+from kvsnap.formats.errors import EngineError, Unsupported, UsageError
+from kvsnap.formats.identity import Identity
+from kvsnap.formats.interchange.llamacpp import (
+    LayerType,
+    State,
+    StateType,
+    assemble,
+    order_of,
+    parse_state,
+)
+from kvsnap.formats.layout import Array, Layout, Rows
+from kvsnap.formats.names import TokenIds
+
+_BYTE_POINTER = ctypes.POINTER(ctypes.c_uint8)
+
+
+class LlamaCpp(LlamaText):
+    """Adapter over one `Llama`, sequence 0. Raises `Unsupported` by name for what it cannot do:
+
+    sliding-window, recurrent, hybrid, M-RoPE and latent-attention models, media handlers,
+    embedding contexts, and sequence state versions that this kvsnap does not know.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self.llm = llm
+        self.facts: Facts = read_facts(llm)
+        self._layout = layout_of(self.facts)
+        self._type = StateType(
+            version=self.facts.state_version,
+            v_trans=self.facts.v_trans,
+            layers=tuple(LayerType(*layer) for layer in self.facts.layers),
+            n_stream=self.facts.n_stream,
+            rotation_k=self.facts.rotation_k,
+            rotation_v=self.facts.rotation_v,
+        )
+        # The last sequence id that llama.cpp has room for: no application counts up to there.
+        self._scratch = llama_cpp.llama_max_parallel_sequences() - 1
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def capacity(self) -> int:
+        return int(self.llm.n_ctx())
+
+    def identity(self, block_size: int, file_digest: Callable[[Path], str]) -> Identity:
+        return identity_of(self.llm, self.facts, self._layout, block_size, file_digest)
+
+    def token_ids(self) -> TokenIds:
+        return self.llm.input_ids[: self.llm.n_tokens].astype(np.uint32)
+
+    def export(self, start: int, stop: int) -> Rows:
+        if not 0 <= start < stop <= self.llm.n_tokens:
+            raise UsageError(f"tokens {start}..{stop} of {self.llm.n_tokens} cannot be exported")
+        if self._type.n_stream > 1:  # a partial copy between streams asserts: take all, then cut
+            state = self._state(0)
+            held = (state.positions >= start) & (state.positions < stop)
+        else:
+            memory = llama_cpp.llama_get_memory(self.llm.ctx)
+            llama_cpp.llama_memory_seq_cp(memory, 0, self._scratch, start, stop)
+            try:
+                state = self._state(self._scratch)
+            finally:
+                llama_cpp.llama_memory_seq_rm(memory, self._scratch, -1, -1)
+            held = np.ones(len(state.positions), bool)
+        if state.type.layers != self._type.layers or state.type.v_trans != self._type.v_trans:
+            raise Unsupported(
+                "the engine's state has another layout than its model's metadata tells",
+                "report this with the model's name; kvsnap stores nothing of it",
+            )
+        cells = np.flatnonzero(held)
+        order = order_of(state.positions[cells], start, stop)
+        rows = self._planes(state.k, state.v)
+        if order is None and len(cells) == len(state.positions):
+            return rows
+        picked = cells if order is None else cells[order]
+        return {name: array[:, picked] for name, array in rows.items()}
+
+    def landing(self, tokens: int) -> Landing:
+        assembly = assemble(self._type, tokens)
+        return Landing(tokens, self._planes(assembly.k, assembly.v), assembly.buffer)
+
+    def load(self, landing: Landing, token_ids: TokenIds) -> None:
+        tokens = len(token_ids)
+        if tokens > self.capacity:
+            raise UsageError(f"{tokens} tokens do not fit a context of {self.capacity}")
+        if tokens < landing.tokens:  # damage shortened the prefix: the state is laid out anew
+            shorter = self.landing(tokens)
+            for name, array in shorter.rows.items():
+                array[...] = landing.rows[name][:, :tokens]
+            landing = shorter
+        buffer: Any = landing.buffer
+        self.llm.reset()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.llm.ctx), False)
+        if tokens == 0:
+            return
+        read = llama_cpp.llama_state_seq_set_data(
+            self.llm.ctx, buffer.ctypes.data_as(_BYTE_POINTER), buffer.nbytes, 0
+        )
+        if read != buffer.nbytes:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.llm.ctx), False)
+            raise EngineError(
+                "llama.cpp did not take the restored state; the context is empty now",
+                "resume with a new context, and report this with the model's name",
+            )
+        self.llm.input_ids[:tokens] = token_ids
+        self.llm.n_tokens = tokens
+        self.llm._requires_eval = True  # a restored cache has no logits
+
+    def truncate(self, tokens: int) -> None:
+        if tokens >= self.llm.n_tokens:
+            return
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.llm.ctx), 0, tokens, -1)
+        self.llm.n_tokens = tokens
+        self.llm._requires_eval = True
+
+    def evaluate(
+        self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None
+    ) -> None:
+        if self.llm.n_tokens + len(token_ids) > self.capacity:
+            raise UsageError(
+                f"{self.llm.n_tokens + len(token_ids)} tokens do not fit a context of"
+                f" {self.capacity}",
+                "make the context larger (--ctx) or the prompt shorter",
+            )
+        for start in range(0, len(token_ids), self.llm.n_batch):
+            batch = token_ids[start : start + self.llm.n_batch].tolist()
+            try:
+                self.llm.eval(batch)
+            except RuntimeError as error:
+                raise EngineError(f"llama.cpp could not evaluate: {error}") from error
+            self.evaluated += len(batch)
+            step_done(len(batch))
+
+    def _state(self, sequence: int) -> State:
+        size = llama_cpp.llama_state_seq_get_size(self.llm.ctx, sequence)
+        buffer = np.empty(size, np.uint8)
+        pointer = buffer.ctypes.data_as(_BYTE_POINTER)
+        written = llama_cpp.llama_state_seq_get_data(self.llm.ctx, pointer, size, sequence)
+        if written != size:
+            raise EngineError(f"llama.cpp gave {written} of {size} bytes of its state")
+        return parse_state(memoryview(buffer).cast("B"), self._type.version)
+
+    def _planes(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> dict[str, Array]:
+        planes: dict[str, Array] = {}
+        first = 0
+        for group in self._layout.groups:
+            layers = slice(first, first + group.layers)
+            planes[f"{group.name}.k"] = _as_one(k[layers])
+            planes[f"{group.name}.v"] = _as_one(v[layers])
+            first += group.layers
+        return planes
+
+
+def _as_one(layers: tuple[Array, ...]) -> Array:
+    """Equal layers of one state buffer as one view [layers, tokens, row]: they are evenly spaced."""
+    if len(layers) == 1 or not layers:
+        return layers[0][None]
+    step = layers[1].ctypes.data - layers[0].ctypes.data
+    first = layers[0]
+    return np.lib.stride_tricks.as_strided(
+        first, (len(layers), *first.shape), (step, *first.strides), writeable=first.flags.writeable
+    )

@@ -1,0 +1,225 @@
+"""What decides llama.cpp's KV bytes, read from a live `Llama`; and what kvsnap refuses by name.
+
+Sources: llama.cpp src/llama-context.cpp (how context parameters override the model's),
+src/llama-kv-cache.cpp (rotation, streams, transposition), src/llama-model.cpp (long RoPE factors).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from kvsnap.formats.errors import NotFound, Unsupported
+from kvsnap.formats.identity import Adapter, Identity, Rope
+from kvsnap.formats.interchange.ggml import GgmlType, ggml_type
+from kvsnap.formats.interchange.llamacpp import check_version
+from kvsnap.formats.layout import Group, Layout, Plane
+
+FAMILY = "llama.cpp"
+_NOT_YET = "use a full-attention model; kvsnap does not handle these yet"
+_ROPE_TYPES = {-1: "none", 0: "norm", 2: "neox"}
+_SCALINGS = {0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the adapter needs of one context. `layers`: (K type, K bytes, V type, V bytes)."""
+
+    architecture: str
+    heads: tuple[int, ...]
+    k_dim: int
+    v_dim: int
+    layers: tuple[tuple[GgmlType, int, GgmlType, int], ...]
+    state_version: int
+    v_trans: bool
+    n_stream: int
+    rotation_k: int
+    rotation_v: int
+    rope: Rope | None
+
+
+def read_facts(llm: llama_cpp.Llama) -> Facts:
+    """Raises `Unsupported` before anything of the engine is touched."""
+    check_version(llama_cpp.LLAMA_STATE_SEQ_VERSION)
+    _refuse_what_is_not_plain(llm)
+    meta, params = llm.metadata, llm.context_params
+    architecture = meta.get("general.architecture", "")
+    layers = int(llama_cpp.llama_model_n_layer(llm.model))
+    heads = _per_layer(meta.get(f"{architecture}.attention.head_count_kv"), layers)
+    if heads is None:
+        heads = (int(llama_cpp.llama_model_n_head_kv(llm.model)),) * layers
+    width = llm.n_embd() // int(llama_cpp.llama_model_n_head(llm.model))
+    k_dim = int(meta.get(f"{architecture}.attention.key_length", width))
+    v_dim = int(meta.get(f"{architecture}.attention.value_length", width))
+    k_type, v_type = ggml_type(params.type_k), ggml_type(params.type_v)
+    rotates = not _truthy_like_atoi(os.environ.get("LLAMA_ATTN_ROT_DISABLE"))
+    rotation_k = _largest_power(k_dim) if rotates and k_type.quantized else 0
+    rotation_v = 64 if rotates and v_type.quantized and v_dim % 64 == 0 else 0
+    return Facts(
+        architecture=architecture,
+        heads=heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        layers=tuple(
+            (k_type, k_type.row_bytes(n * k_dim), v_type, v_type.row_bytes(n * v_dim))
+            for n in heads
+        ),
+        state_version=llama_cpp.LLAMA_STATE_SEQ_VERSION,
+        v_trans=params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+        n_stream=1 if params.kv_unified else max(1, params.n_seq_max),
+        rotation_k=rotation_k,
+        rotation_v=rotation_v,
+        rope=_rope(llm, architecture),
+    )
+
+
+def layout_of(facts: Facts) -> Layout:
+    """Runs of layers with equal heads are one group; all of them, in nearly every model."""
+    groups = []
+    for number, (heads, run) in enumerate(groupby(facts.heads)):
+        k_type, k_bytes, v_type, v_bytes = facts.layers[0]
+        k_bytes, v_bytes = k_type.row_bytes(heads * facts.k_dim), v_type.row_bytes(heads * facts.v_dim)
+        planes = (
+            _plane("k", k_type, heads, facts.k_dim, k_bytes),
+            _plane("v", v_type, heads, facts.v_dim, v_bytes),
+        )
+        name = "full" if len(set(facts.heads)) == 1 else f"full{number}"
+        groups.append(Group(name=name, layers=len(list(run)), planes=planes))
+    return Layout(groups=tuple(groups))
+
+
+def identity_of(
+    llm: llama_cpp.Llama,
+    facts: Facts,
+    layout: Layout,
+    block_size: int,
+    file_digest: Callable[[Path], str],
+) -> Identity:
+    """The identity of a live context; `file_digest` hashes files and may remember them."""
+    adapters: tuple[Adapter, ...] = ()
+    if llm.lora_path:
+        digest = file_digest(Path(llm.lora_path))
+        adapters = (Adapter(kind="lora", digest=digest, scale=float(llm.lora_scale)),)
+    overrides = sorted((llm.kv_overrides or {}).items())
+    return Identity(
+        family=FAMILY,
+        weights=_weights_digest(Path(llm.model_path), file_digest),
+        architecture=facts.architecture,
+        layout=layout,
+        rope=facts.rope,
+        block_size=block_size,
+        adapters=adapters,
+        rotation_k=facts.rotation_k,
+        rotation_v=facts.rotation_v,
+        overrides=tuple((key, f"{type(v).__name__}:{v!r}") for key, v in overrides),
+    )
+
+
+def model_shards(path: Path) -> list[Path]:
+    """All files of a split GGUF (`…-00001-of-00003.gguf`), or the one file."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-)(\d{5})(\.gguf)", path.name)
+    if not found:
+        return [path]
+    stem, of, count, suffix = found.groups()
+    return [path.with_name(f"{stem}{n:05d}{of}{count}{suffix}") for n in range(1, int(count) + 1)]
+
+
+def _weights_digest(path: Path, file_digest: Callable[[Path], str]) -> str:
+    shards = model_shards(path)
+    for shard in shards:
+        if not shard.is_file():
+            raise NotFound(f"the model file {shard} is gone", "put it back, or name another model")
+    digests = [file_digest(shard) for shard in shards]
+    return digests[0] if len(digests) == 1 else "+".join(digests)
+
+
+def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
+    model, params = llm.model, llm.context_params
+    if getattr(llm.chat_handler, "clip_model_path", None) is not None:
+        raise Unsupported(
+            "this Llama has a media chat handler, and token ids do not tell images apart",
+            "use it without kvsnap, or a text-only chat handler with kvsnap",
+        )
+    if params.embeddings:
+        raise Unsupported("an embedding context has no conversation to save", "embedding=False")
+    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+        raise Unsupported("recurrent and hybrid models keep state besides KV", _NOT_YET)
+    if llama_cpp.llama_model_n_swa(model) > 0:
+        raise Unsupported("this model has sliding-window layers", _NOT_YET)
+    if llama_cpp.llama_model_has_encoder(model):
+        raise Unsupported("encoder-decoder models are not handled", _NOT_YET)
+    rope = llama_cpp.llama_model_rope_type(model)
+    if rope not in _ROPE_TYPES:
+        raise Unsupported(f"this model has multi-axis RoPE (type {rope})", _NOT_YET)
+    architecture = llm.metadata.get("general.architecture", "")
+    if f"{architecture}.attention.kv_lora_rank" in llm.metadata:
+        raise Unsupported("this model has latent attention", _NOT_YET)
+
+
+def _rope(llm: llama_cpp.Llama, architecture: str) -> Rope | None:
+    rope_type = _ROPE_TYPES[llama_cpp.llama_model_rope_type(llm.model)]
+    if rope_type == "none":
+        return None
+    meta, params = llm.metadata, llm.context_params
+    scaling = _SCALINGS.get(params.rope_scaling_type) or meta.get(
+        f"{architecture}.rope.scaling.type", "linear"
+    )
+    scale = params.rope_freq_scale or llama_cpp.llama_model_rope_freq_scale_train(llm.model)
+    trained = llama_cpp.llama_model_n_ctx_train(llm.model)
+    original = params.yarn_orig_ctx or int(
+        meta.get(f"{architecture}.rope.scaling.original_context_length", trained)
+    )
+    return Rope(
+        type=rope_type,
+        base=float(params.rope_freq_base or meta.get(f"{architecture}.rope.freq_base", 10000.0)),
+        scale=1.0 if scaling == "none" else float(scale),
+        scaling=scaling,
+        original_context=int(original),
+        extension_factor=_set(params.yarn_ext_factor),
+        attention_factor=_set(params.yarn_attn_factor),
+        beta_fast=_set(params.yarn_beta_fast),
+        beta_slow=_set(params.yarn_beta_slow),
+        # llama_model::get_rope_factors picks the long factors by the context that was built.
+        long_context=llm.n_ctx() > int(original),
+    )
+
+
+def _plane(name: str, kind: GgmlType, heads: int, dim: int, row_bytes: int) -> Plane:
+    if kind.quantized:
+        return Plane(name=name, kind="rows", dtype="U8", row=(row_bytes,), source_type=kind.name)
+    return Plane(
+        name=name, kind="elements", dtype=kind.dtype, row=(heads, dim), source_type=kind.name
+    )
+
+
+def _per_layer(text: str | None, layers: int) -> tuple[int, ...] | None:
+    """`head_count_kv` is a number, or an array that the library prints like [8, 8, 4]."""
+    numbers = [int(n) for n in re.findall(r"\d+", text or "")]
+    if len(numbers) == 1:
+        return (numbers[0],) * layers
+    return tuple(numbers) if len(numbers) == layers else None
+
+
+def _set(value: Any) -> float | None:
+    """Negative means: as the model says, which the weights digest covers."""
+    return float(value) if value >= 0 else None
+
+
+def _largest_power(dim: int) -> int:
+    """Rotation of K: the largest 64 * 2^n that divides the head's width (build_input_k_rot)."""
+    size = 64 if dim % 64 == 0 else 0
+    while size and dim % (size * 2) == 0:
+        size *= 2
+    return size
+
+
+def _truthy_like_atoi(text: str | None) -> bool:
+    found = re.match(r"\s*[+-]?\d+", text or "")
+    return bool(found and int(found.group()))

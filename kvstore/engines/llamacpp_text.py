@@ -1,0 +1,63 @@
+"""Text, chat templates and sampling of a `llama_cpp.Llama`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from kvsnap.engines.text import TextEngine
+from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.names import TokenIds, token_array
+
+
+class LlamaText(TextEngine):
+    """The text half of the adapter."""
+
+    llm: llama_cpp.Llama
+
+    def tokenize(self, text: str, *, first: bool, chat: bool = False) -> TokenIds:
+        if not text:
+            return token_array([])
+        return token_array(
+            self.llm.tokenize(text.encode("utf-8"), add_bos=first and not chat, special=True)
+        )
+
+    def detokenize(self, token_ids: Sequence[int]) -> bytes:
+        # detokenize() of the library drops a leading space; pieces are what the model wrote.
+        model = self.llm._model
+        return b"".join(model.token_to_piece(int(token)) for token in token_ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
+        template = self.llm.metadata.get("tokenizer.chat_template")
+        if not template:
+            raise Unsupported(
+                "this model has no chat template", "give its prompt as text: --prompt-file"
+            )
+        formatter = Jinja2ChatFormatter(
+            template,
+            eos_token=self._piece(self.llm.token_eos()),
+            bos_token=self._piece(self.llm.token_bos()),
+            add_generation_prompt=answer,
+        )
+        try:
+            prompt: str = formatter(messages=[dict(m) for m in messages]).prompt  # type: ignore
+        except Exception as error:  # a template is a program of the model's author
+            raise UsageError(
+                f"the model's chat template refuses these messages: {error}",
+                "check the roles and their order",
+            ) from error
+        return prompt
+
+    def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:
+        vocabulary = llama_cpp.llama_model_get_vocab(self.llm.model)
+        self.llm.set_seed(seed)
+        for token in self.llm.generate(token_ids.tolist(), temp=temperature):
+            if llama_cpp.llama_vocab_is_eog(vocabulary, token):
+                return
+            yield int(token)
+
+    def _piece(self, token: int) -> str:
+        return self.llm._model.token_get_text(token) if token >= 0 else ""

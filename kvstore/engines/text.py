@@ -1,0 +1,39 @@
+"""What the command line needs of an engine beyond rows: text to ids and back, and new tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvsnap.engines.base import Engine
+from kvsnap.formats.names import TokenIds
+
+
+class TextEngine(Engine):
+    """An engine with a tokenizer, a chat template and a sampler."""
+
+    @abstractmethod
+    def tokenize(self, text: str, *, first: bool, chat: bool = False) -> TokenIds:
+        """Ids of a text. `first`: it begins a sequence (a BOS is added where the model has one);
+        `chat`: it was rendered by the template, which writes the BOS itself."""
+
+    @abstractmethod
+    def detokenize(self, token_ids: Sequence[int]) -> bytes:
+        """UTF-8 bytes; the last character may be incomplete."""
+
+    @abstractmethod
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
+        """Messages through the model's own chat template; `answer` adds the generation prompt.
+
+        Raises `UsageError` where the template refuses them, `Unsupported` where there is none.
+        """
+
+    @abstractmethod
+    def generate(
+        self, token_ids: TokenIds, *, temperature: float, seed: int
+    ) -> Iterator[int]:
+        """New tokens after `token_ids`, of which the engine may hold any prefix; 0.0 is greedy.
+
+        Token history goes to the sampler. Ends by itself at an end-of-generation token, which is
+        not yielded."""

@@ -1,0 +1,95 @@
+"""The longest stored prefix of a prompt: whole blocks by galloping, then the best sibling's front.
+
+The store is closed under parent (and `reachable` says where damage broke that), so presence along a
+chain is a step function: galloping finds the step in O(log n) look-ups. What is found is a hint;
+reading checks every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.formats.identity import Root
+from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
+from kvsnap.kvstore.blocks import Blocks, Wanted
+from kvsnap.kvstore.index import big_endian
+
+
+@dataclass(frozen=True)
+class Match:
+    """`tokens` at the front of the prompt are stored, in these blocks; the last may be cut."""
+
+    tokens: int
+    blocks: tuple[Wanted, ...]
+
+
+def chain(
+    names: list[bytes], token_ids: TokenIds, block_size: int, count: int | None = None
+) -> list[Wanted]:
+    """The first `count` blocks of a prompt with what each must say of itself."""
+    parents = [ZERO_PARENT, *names]
+    return [
+        Wanted(name, parents[n], n * block_size, token_ids[n * block_size : (n + 1) * block_size])
+        for n, name in enumerate(names[:count])
+    ]
+
+
+def longest_prefix(
+    blocks: Blocks,
+    root: Root,
+    names: list[bytes],
+    token_ids: TokenIds,
+    block_size: int,
+    limit: int,
+    can_cut: bool,
+) -> Match:
+    """At most `limit` tokens. `can_cut` allows token-granular reuse inside the next block."""
+    whole = min(len(names), limit // block_size)
+
+    def stored(number: int) -> bool:
+        return names[number] not in blocks.misses and blocks.index.is_reachable(names[number])
+
+    depth = gallop(stored, whole)
+    wanted = chain(names, token_ids, block_size, depth)
+    tokens = depth * block_size
+    if can_cut and tokens < limit:
+        parent = names[depth - 1] if depth else ZERO_PARENT
+        sibling = _best_sibling(blocks, root, parent, token_ids[tokens:], tokens, block_size)
+        if sibling is not None:
+            common = min(len(sibling.token_ids), limit - tokens)
+            return Match(tokens + common, (*wanted, sibling))
+    return Match(tokens, tuple(wanted))
+
+
+def gallop(holds: Callable[[int], bool], count: int) -> int:
+    """The first number in 0..count that does not hold, of a predicate that never comes back."""
+    low, step = 0, 1
+    while low + step <= count and holds(low + step - 1):
+        low += step
+        step *= 2
+    high = min(low + step - 1, count)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _best_sibling(
+    blocks: Blocks, root: Root, parent: bytes, rest: TokenIds, start: int, block_size: int
+) -> Wanted | None:
+    """The stored child of `parent` that shares most tokens with `rest`, if any does."""
+    best: Wanted | None = None
+    for row in blocks.index.neighbours(root.root_id, parent, big_endian(rest[:block_size])):
+        if row.name in blocks.misses:
+            continue
+        ids = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
+        common = common_prefix(ids, rest)
+        if common and (best is None or common > len(best.token_ids)):
+            best = Wanted(row.name, parent, start, rest[:common])
+    return best

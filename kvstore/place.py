@@ -1,0 +1,139 @@
+"""Where a store lives: its folders, its settings file, and where set-aside files go."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsnap.formats.container import Packed
+from kvsnap.formats.errors import Damaged, StoreError, Unsupported
+from kvsnap.formats.fields import FORMAT_VERSION
+from kvsnap.kvstore import files
+
+SETTINGS = "kvsnap.json"
+DEFAULT_BLOCK_SIZE = 64
+"""See docs/design/0003-block-size.md for the measurement."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of one store. Nothing is created before something is written."""
+
+    root: Path
+
+    @property
+    def blocks(self) -> Path:
+        return self.root / "blocks"
+
+    @property
+    def sessions(self) -> Path:
+        return self.root / "sessions"
+
+    @property
+    def temporary(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def index(self) -> Path:
+        return self.root / "index.sqlite3"
+
+    @property
+    def settings(self) -> Path:
+        return self.root / SETTINGS
+
+    def block(self, name: bytes) -> Path:
+        text = name.hex()
+        return self.blocks / text[:2] / f"{text}.safetensors"
+
+    def writable(self) -> bool:
+        """Whether files can be made in the store, or the store itself where it does not exist."""
+        path = self.root
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return os.access(path, os.W_OK | os.X_OK)
+
+    def set_aside(self, path: Path, reason: str) -> Path | None:
+        """Move a damaged file (or whatever stands in its place) to quarantine, with the reason.
+
+        Returns where it went; None where it was gone already.
+        """
+        files.make_dir(self.quarantine)
+        target = self.quarantine / f"{path.name}.{secrets.token_hex(4)}"
+        with files.store_errors(path):
+            try:
+                path.rename(target)
+            except FileNotFoundError:
+                return None
+            (self.quarantine / f"{target.name}.reason").write_text(f"{path}\n{reason}\n")
+        return target
+
+
+def default_path() -> Path:
+    """KVSNAP_STORE, or the platform's user cache folder."""
+    chosen = os.environ.get("KVSNAP_STORE")
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvsnap", appauthor=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """kvsnap.json, or what a new store gets; `problem` says why a damaged one was passed over."""
+
+    block_size: int = DEFAULT_BLOCK_SIZE
+    created: int = 0
+    problem: str = ""
+
+
+def read_settings(place: Place) -> Settings:
+    """Refuses a store of another format version. A damaged file is passed over with its problem:
+    every block and session carries its own version, so nothing wrong can come of that."""
+    if place.root.exists() and not place.root.is_dir():
+        raise StoreError(f"{place.root} is not a folder", "point --store at a folder")
+    try:
+        settings = json.loads(bytes(files.read_whole(place.settings)))
+        version, block_size = settings["format"], settings["block_size"]
+        created = settings.get("created", 0)
+    except (FileNotFoundError, NotADirectoryError):
+        return Settings()
+    except OSError as error:
+        raise files.store_error(error, place.settings) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, Damaged):
+        return Settings(problem=f"{place.settings} is damaged; the defaults are used")
+    if version != FORMAT_VERSION:
+        raise Unsupported(
+            f"{place.root} is a store of format version {version!r}, this kvsnap reads"
+            f" {FORMAT_VERSION!r}",
+            "use the kvsnap that wrote it, or another --store",
+        )
+    if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
+        return Settings(problem=f"{place.settings} is damaged; the defaults are used")
+    return Settings(block_size, created)
+
+
+def write_settings(place: Place) -> None:
+    """Create the store's folders and kvsnap.json where they are missing or damaged."""
+    for folder in (place.root, place.blocks, place.sessions, place.temporary):
+        files.make_dir(folder)
+    settings = read_settings(place)
+    if settings.problem:
+        place.set_aside(place.settings, settings.problem)
+    elif settings.created:
+        return
+    record = {
+        "block_size": settings.block_size, "created": int(time.time()), "format": FORMAT_VERSION
+    }
+    text = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
+    temporary = files.write_temporary(place.temporary, Packed((text,), len(text), ""))
+    with files.store_errors(place.settings):
+        temporary.replace(place.settings)

@@ -1,0 +1,107 @@
+"""Fill a new index from the files. Only headers and token ids are read; nothing is rewritten."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsnap.formats.block import BlockRecord, block_record
+from kvsnap.formats.container import Container, Tensor, header_size, parse_header
+from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.names import ZERO_PARENT
+from kvsnap.kvstore.index import big_endian, root_number
+from kvsnap.kvstore.place import Place
+
+MISSING = "its file is missing"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A block file as its header tells it."""
+
+    record: BlockRecord
+    codec: str
+    size: int
+    mtime_ns: int
+
+
+def block_paths(place: Place) -> Iterator[Path]:
+    """Whatever stands where block files stand, ours or not, in order of name."""
+    for folder in sorted(_children(place.blocks)):
+        yield from sorted(_children(folder)) if folder.is_dir() else [folder]
+
+
+def read_record(path: Path) -> Found:
+    """The record of a block file from header and ids alone; raises `KvsnapError` or OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        first = file.read(8)
+        start = header_size(first)
+        header = parse_header(file.read(start - 8))
+        metadata = header.get("__metadata__", {})
+        entry = header.get("token_ids", {})
+        ids = None
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if offsets == [0, 4 * (entry.get("shape") or [-1])[0]]:  # ids are the first tensor
+            ids = Tensor("U32", tuple(entry["shape"]), file.read(offsets[1]))
+        container = Container(metadata, {})
+        record = block_record(container, ids)
+        return Found(record, container.field("codec"), status.st_size, status.st_mtime_ns)
+
+
+def fill_from_files(place: Place, db: sqlite3.Connection) -> None:
+    """Insert every block file that stands under its own name; recency follows the files' times.
+
+    A block whose parent is missing is kept, unreachable, until the parent is stored again.
+    """
+    found = sorted(_readable(place), key=lambda f: (f.record.start, f.mtime_ns))
+    order = {f.record.name: n for n, f in enumerate(sorted(found, key=lambda f: f.mtime_ns))}
+    insert = (
+        "INSERT OR IGNORE INTO blocks(name, parent, root, start, tokens, bytes, codec, used,"
+        " reachable, lost) VALUES (?,?,?,?,?,?,?,?,?,?)"
+    )
+    for item in found:
+        record = item.record
+        root = root_number(db, record.root_id, record.identity)
+        parent, reachable = _parent(db, record, root, insert)
+        ids = big_endian(record.token_ids)
+        used = order[record.name]
+        row = (record.name, parent, root, record.start, ids, item.size, item.codec, used)
+        db.execute(insert, (*row, reachable, None))
+    db.execute("UPDATE counters SET value = ? WHERE name = 'requests'", (len(found),))
+
+
+def _parent(
+    db: sqlite3.Connection, record: BlockRecord, root: int, insert: str
+) -> tuple[int | None, int]:
+    """(row id, reachable) of the block before; a missing one gets a row that says so."""
+    if record.parent == ZERO_PARENT:
+        return None, 1
+    query = "SELECT id, reachable FROM blocks WHERE name = ?"
+    known = db.execute(query, (record.parent,)).fetchone()
+    if known is None:
+        start = max(0, record.start - len(record.token_ids))
+        db.execute(insert, (record.parent, None, root, start, b"", 0, "", 0, 0, MISSING))
+        known = db.execute(query, (record.parent,)).fetchone()
+    return known[0], known[1]
+
+
+def _readable(place: Place) -> Iterator[Found]:
+    for path in block_paths(place):
+        try:
+            found = read_record(path)
+        except (KvsnapError, OSError):
+            continue  # not ours or damaged: verify and doctor tell of it
+        if place.block(found.record.name) == path:
+            yield found
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

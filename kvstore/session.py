@@ -1,0 +1,276 @@
+"""Session: a conversation in an engine, resumed from a store and saved to it.
+
+    resume: tokens → names → index → files → rows → engine
+    save:   engine → rows → blocks → files → index → session file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+from kvsnap.engines.base import Engine, Landing
+from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
+from kvsnap.formats.errors import BadTokenIds, Damaged, NotFound, StoreError
+from kvsnap.formats.identity import EXACT, differences, root_of
+from kvsnap.formats.layout import Rows
+from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
+from kvsnap.formats.session import SessionFile, SessionRecord
+from kvsnap.formats.session_name import check_session_name
+from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.match import Match, chain, longest_prefix
+from kvsnap.kvstore.reports import ResumeReport, SaveReport
+from kvsnap.kvstore.restore import read_blocks
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.why import why_nothing_matched
+
+SLAB_BLOCKS = 8
+"""Blocks exported at once while saving: memory beyond the engine's stays at a few blocks."""
+
+
+class Session:
+    """A conversation; without a name its blocks are saved but no session file.
+
+    The engine is the caller's: generate with it as ever. Reuse is exact by construction: rows are
+    found under a name that covers model, settings, tenant and every token id before them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        name: str | None = None,
+        *,
+        tenant: Tenant | None = None,
+        codec: str = DEFAULT_CODEC,
+    ) -> None:
+        if name is not None:
+            check_session_name(name)
+        self.store, self.engine, self.name = store, engine, name
+        self.codec = get_codec(codec)
+        self.tenant_id = tenant_id(tenant)
+        self.layout = engine.layout
+        self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
+        self.tenant = tenant
+        self._written = _Written()
+        self._problems: list[str] = []
+        self.stored = self._load()
+        self._revision = self.stored.record.revision if self.stored else 0
+
+    def stored_token_ids(self) -> TokenIds:
+        """The ids that the session was saved with; raises `NotFound` where it was not."""
+        if self.stored is None:
+            raise NotFound(
+                f"no session {self.name!r} in the store",
+                self._problems[0] if self._problems else "kvsnap ls shows the sessions there",
+            )
+        return self.stored.record.token_ids
+
+    def resume(self, token_ids: Sequence[int] | TokenIds, *, leave: int = 1) -> ResumeReport:
+        """Put the longest stored prefix of `token_ids` into the engine, in place of what it holds.
+
+        `leave` tokens at the end are left to compute: a restored cache has no logits to sample
+        from. What the engine holds already stays bit for bit and is reused first. Damage is never
+        an error here: it makes the reuse shorter and stands in the report.
+        """
+        ids = token_array(token_ids)
+        if len(ids) > self.engine.capacity:
+            raise BadTokenIds(
+                f"the prompt has {len(ids)} tokens, the engine's context {self.engine.capacity}",
+                "make the context larger (--ctx) or the prompt shorter",
+            )
+        limit = max(0, len(ids) - leave)
+        held = min(common_prefix(self.engine.token_ids(), ids), limit)
+        damage: list[str] = self._problems[:]
+        while True:
+            match, tail = self._best(ids, limit)
+            best = max(match.tokens, tail)
+            if best <= held:
+                self.engine.truncate(held)
+                reused = held
+                break
+            landing, reused, missed = self._fill(match, tail, held)
+            if missed is None:
+                self.engine.load(landing, ids[:reused])
+                break
+            damage.append(missed)
+        from_store = reused - min(held, reused)
+        self._count(ids, reused, len(ids) - reused)
+        return ResumeReport(
+            prompt_tokens=len(ids),
+            reused_tokens=reused,
+            from_store=from_store,
+            stopped_by=self._why(ids, reused, limit, damage),
+            damage=tuple(damage),
+        )
+
+    def put_filled(self) -> None:
+        """Store the filled blocks that the engine holds and the store lacks; no session file.
+
+        Called between batches of a long prefill it makes an interruption cost one batch.
+        """
+        ids = self.engine.token_ids()
+        size = self.store.block_size
+        wanted = chain(chain_names(self.root.key, ids, size), ids, size)
+        missing = [w for w in wanted if not self.store.blocks.has(w.name)]
+        for first in range(0, len(missing), SLAB_BLOCKS):
+            self._put(missing[first : first + SLAB_BLOCKS])
+
+    def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
+        """Store what the engine holds; when this returns it survives a power cut.
+
+        Raises `SessionMoved` (after storing it under another name) where somebody saved this
+        session meanwhile, `StoreError`s where the disk does not take it: blocks written until
+        then are kept and found by the next save.
+        """
+        self.put_filled()
+        ids = self.engine.token_ids()
+        size = self.store.block_size
+        names = chain_names(self.root.key, ids, size)
+        self.store.sync(names)
+        if self.name is not None:
+            tail_start = len(names) * size
+            tail: Rows = self.engine.export(tail_start, len(ids)) if tail_start < len(ids) else {}
+            record = SessionRecord(
+                name=self.name,
+                tenant_id=self.tenant_id,
+                root_id=self.root.root_id,
+                identity=self.root.identity,
+                block_size=size,
+                revision=self._revision,
+                token_ids=ids,
+                chain=tuple(names),
+                pinned=pinned or (self.stored is not None and self.stored.record.pinned),
+                notes=dict(notes or {}),
+            )
+            self._revision = self.store.sessions.save(
+                record, self.codec, self.layout, tail, self._revision
+            ).revision
+        written, self._written = self._written, _Written()
+        return SaveReport(
+            session=self.name,
+            revision=self._revision,
+            tokens=len(ids),
+            blocks=len(names),
+            blocks_written=written.blocks,
+            bytes_written=written.bytes,
+            bytes_raw=written.raw,
+            codec=self.codec.id,
+            fidelity=EXACT,
+        )
+
+    def _load(self) -> SessionFile | None:
+        if self.name is None:
+            return None
+        try:
+            return self.store.sessions.load(self.tenant_id, self.name)
+        except NotFound:
+            return None
+        except (Damaged, StoreError) as error:
+            self._problems.append(f"session {self.name!r} cannot be read: {error.what}")
+            return None
+
+    def _best(self, ids: TokenIds, limit: int) -> tuple[Match, int]:
+        """The longest stored prefix over blocks, and how far the session's own tail brings it."""
+        size = self.store.block_size
+        names = chain_names(self.root.key, ids, size)
+        match = longest_prefix(
+            self.store.blocks, self.root, names, ids, size, limit, self.layout.can_cut
+        )
+        record = self.stored.record if self.stored else None
+        if record is None or record.root_id != self.root.root_id or not self.layout.can_cut:
+            return match, 0
+        common = min(common_prefix(record.token_ids, ids), limit)
+        whole = match.tokens // size * size
+        reaches = whole >= record.tail_start and common > max(match.tokens, record.tail_start)
+        return match, common if reaches else 0
+
+    def _fill(self, match: Match, tail: int, held: int) -> tuple[Landing, int, str | None]:
+        """Rows for the longest prefix in a landing; (landing, tokens, what was missed)."""
+        total = max(match.tokens, tail)
+        landing = self.engine.landing(total)
+        if held:
+            for name, rows in self.engine.export(0, held).items():
+                landing.rows[name][:, :held] = rows
+        stop = match.tokens if not tail else self._tail_start()
+        done, miss = stop, None
+        if stop > held:
+            done, miss = read_blocks(
+                self.store.blocks, self.root, match.blocks, self.layout, landing.rows, held, stop
+            )
+        if miss is not None:
+            return landing, done, str(miss)
+        if tail:
+            assert self.stored is not None
+            try:
+                rows_of_tail = self.stored.tail_rows()
+            except Damaged as error:
+                self.stored = None
+                return landing, stop, f"tail of session {self.name!r}: {error.what}"
+            start = max(stop, held)
+            for name, rows in rows_of_tail.items():
+                landing.rows[name][:, start:tail] = rows[:, start - stop : tail - stop]
+        return landing, total, None
+
+    def _tail_start(self) -> int:
+        assert self.stored is not None
+        return self.stored.record.tail_start
+
+    def _put(self, slab: Sequence[Wanted]) -> None:
+        start, stop = slab[0].start, slab[-1].start + self.store.block_size
+        rows = self.engine.export(start, stop)
+        for wanted in slab:
+            low = wanted.start - start
+            own = {
+                name: array[:, low : low + self.store.block_size] for name, array in rows.items()
+            }
+            size = self.store.blocks.put(self.root, wanted, self.codec, self.layout, own)
+            if size:
+                self._written.add(size, sum(array.nbytes for array in own.values()))
+
+    def _count(self, ids: TokenIds, reused: int, computed: int) -> None:
+        deepest = reused // self.store.block_size
+        names = chain_names(self.root.key, ids[: deepest * self.store.block_size],
+                            self.store.block_size)
+        try:
+            self.store.index.used(names[-1] if names else None, reused, computed)
+        except StoreError:
+            return  # a store that cannot be written is still good to read from
+
+    def _why(self, ids: TokenIds, reused: int, limit: int, damage: Sequence[str]) -> str:
+        if reused >= limit:
+            return "whole prompt: the last token is always computed"
+        if damage:
+            return f"damaged: {damage[-1]}"
+        if self.stored is not None:
+            record = self.stored.record
+            if record.root_id != self.root.root_id:
+                changed = differences(record.identity, self.root.identity)
+                if changed:
+                    field, before, now = changed[0]
+                    return f"identity: {field} is {now} here, {before} in the session"
+            elif reused < len(record.token_ids):
+                return _where_ids_differ(record.token_ids, ids, reused)
+        return why_nothing_matched(self.store, self.root, self.tenant, ids, reused)
+
+
+class _Written:
+    def __init__(self) -> None:
+        self.blocks = self.bytes = self.raw = 0
+
+    def add(self, size: int, raw: int) -> None:
+        self.blocks, self.bytes, self.raw = self.blocks + 1, self.bytes + size, self.raw + raw
+
+
+def _where_ids_differ(stored: TokenIds, asked: TokenIds, reused: int) -> str:
+    at = common_prefix(stored, asked)
+    if at == min(len(stored), len(asked)):
+        return "end of stored chain"
+    return (
+        f"differing token: position {at} is token {int(asked[at])} here,"
+        f" {int(stored[at])} in the session"
+    )
+
+

@@ -1,0 +1,164 @@
+"""Session files: load, replace by revision, list, remove."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, SessionMoved
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
+from kvsnap.formats.session_name import SUFFIX, check_session_name, session_file_name
+from kvsnap.kvstore import files
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place, write_settings
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A session file in the store; `problem` says why it cannot be read, if so."""
+
+    path: Path
+    size: int
+    session: SessionFile | None
+    problem: str = ""
+
+
+class Sessions:
+    """The sessions of one store. A save replaces only the revision that it started from."""
+
+    def __init__(self, place: Place, index: Index) -> None:
+        self.place, self.index = place, index
+
+    def path(self, tenant_id: str, name: str) -> Path:
+        return self.place.sessions / tenant_id / session_file_name(name)
+
+    def load(self, tenant_id: str, name: str) -> SessionFile:
+        """Read and check one session. Raises `NotFound`, or `Damaged` with the file left alone."""
+        path = self.path(tenant_id, name)
+        try:
+            found = read_session(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(
+                f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
+            ) from None
+        except OSError as error:
+            raise files.store_error(error, path) from error
+        if found.record.name != name or found.record.tenant_id != tenant_id:
+            raise Damaged(f"{path} holds another session: {found.record.name!r}")
+        return found
+
+    def revision(self, tenant_id: str, name: str) -> int:
+        """The stored revision; 0 where there is no such session, or a damaged one to replace."""
+        try:
+            return self.load(tenant_id, name).record.revision
+        except (NotFound, Damaged):
+            return 0
+
+    def save(
+        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, started_from: int
+    ) -> SessionRecord:
+        """Write `record` as revision `started_from` + 1, synced before and after it appears.
+
+        Raises `SessionMoved` after storing it as `NAME@n` where somebody saved meanwhile. A
+        damaged file that it replaces goes to quarantine.
+        """
+        check_session_name(record.name)
+        new = dataclasses.replace(record, revision=started_from + 1)
+        if self._replace(new, codec, layout, tail, started_from):
+            return new
+        number = 2
+        while True:
+            aside = dataclasses.replace(record, name=f"{record.name}@{number}", revision=1)
+            if self._replace(aside, codec, layout, tail, 0, must_be_new=True):
+                raise SessionMoved(
+                    aside.name,
+                    f"session {record.name!r} was saved by another process meanwhile;"
+                    f" this one is stored as {aside.name!r}",
+                    f"kvsnap show {aside.name} shows it; kvsnap rm removes the one you do not want",
+                )
+            number += 1
+
+    def remove(self, tenant_id: str, name: str) -> int:
+        """Delete one session file (its blocks stay for others); returns the bytes freed."""
+        path = self.path(tenant_id, name)
+        size = files.file_size(path)
+        if size is None and not path.is_dir():
+            raise NotFound(
+                f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
+            )
+        with files.store_errors(path):
+            if size is None:
+                self.place.set_aside(path, "a folder stood in the file's place")
+            else:
+                path.unlink()
+        return size or 0
+
+    def list(self) -> Iterator[Listed]:
+        """All sessions of all tenants, damaged ones with their problem."""
+        for path in sorted(self.place.sessions.glob(f"*/*{SUFFIX}")):
+            size = files.file_size(path) or 0
+            try:
+                yield Listed(path, size, read_session(path))
+            except FileNotFoundError:
+                continue
+            except KvsnapError as error:
+                yield Listed(path, size, None, error.what)
+            except OSError as error:
+                yield Listed(path, size, None, str(error.strerror))
+
+    def _replace(
+        self,
+        record: SessionRecord,
+        codec: Codec,
+        layout: Layout,
+        tail: Rows,
+        started_from: int,
+        must_be_new: bool = False,
+    ) -> bool:
+        path = self.path(record.tenant_id, record.name)
+        write_settings(self.place)
+        files.make_dir(path.parent)
+        temporary = files.write_temporary(
+            self.place.temporary, pack_session(record, codec, layout, tail)
+        )
+        try:
+            files.sync([temporary])
+            with self.index.transaction():
+                occupied = path.exists() or path.is_symlink()
+                if occupied and must_be_new:
+                    return False
+                if self.revision(record.tenant_id, record.name) != started_from:
+                    return False
+                if occupied and started_from == 0:
+                    self.place.set_aside(path, "a session file that could not be read")
+                with files.store_errors(path):
+                    temporary.replace(path)
+            files.sync([path.parent, path.parent.parent])
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_session(path: Path, *, strict: bool = False) -> SessionFile:
+    """Read and check a session file. Unless `strict`, damage to the tail's rows alone passes:
+    `tail_rows` will find it, and the conversation itself is whole."""
+    buffer = files.read_whole(path)
+    try:
+        check_file_digest(buffer)
+    except Damaged:
+        if strict:
+            raise
+        try:
+            session = parse_session(buffer)
+            session.check_talk()
+        except KvsnapError:
+            session = None
+        if session is None:
+            raise
+        return session
+    return parse_session(buffer)

@@ -1,0 +1,1 @@
+"""Example prompts and programs."""
