@@ -1,18 +1,18 @@
 """The one error tree of kvsnap. Every class carries what went wrong and what to do about it.
 
-    KvsnapError                 it did not work                                           exit 1
-    ├── UsageError              the request makes no sense as it stands                   exit 2
-    │   └── BadTokenIds         token ids that are not integers in 0..2^32-1
-    ├── Damaged                 bytes are not what they claim to be (on the read path: a miss)
-    ├── Unsupported             something kvsnap knows by name and does not handle
-    ├── IdentityMismatch        KV of another model, setting or tenant
-    ├── NotFound                no such session, block or model
-    ├── StoreError              the store's folder does not do what was asked
-    │   ├── StoreFull           no space left
-    │   └── StoreReadOnly       nothing can be written there
-    ├── EngineError             the engine did not do what was asked
-    └── PartlyDone              some of it worked, and what did is kept                   exit 3
-        └── SessionMoved        a session changed meanwhile; this one was stored beside it
+KvsnapError                 it did not work                                           exit 1
+├── UsageError              the request makes no sense as it stands                   exit 2
+│   └── BadTokenIds         token ids that are not integers in 0..2^32-1
+├── Damaged                 bytes are not what they claim to be (on the read path: a miss)
+├── Unsupported             something kvsnap knows by name and does not handle
+├── IdentityMismatch        KV of another model, setting or tenant
+├── NotFound                no such session, block or model
+├── StoreError              the store's folder does not do what was asked
+│   ├── StoreFull           no space left
+│   └── StoreReadOnly       nothing can be written there
+├── EngineError             the engine did not do what was asked
+└── PartlyDone              some of it worked, and what did is kept                   exit 3
+    └── SessionMoved        a session changed meanwhile; this one was stored beside it
 """
 
 from __future__ import annotations
@@ -47,14 +47,6 @@ class Unsupported(KvsnapError):
     """A version, layout or engine feature that kvsnap knows by name and does not handle."""
 
 
-class IdentityMismatch(KvsnapError):
-    """KV of another identity. `field` is the first identity field that differs."""
-
-    def __init__(self, field: str, what: str, hint: str = "") -> None:
-        super().__init__(what, hint)
-        self.field = field
-
-
 class NotFound(KvsnapError):
     """No such session, block, model or file."""
 
@@ -73,6 +65,10 @@ class StoreReadOnly(StoreError):
 
 class EngineError(KvsnapError):
     """The engine did not do what was asked of it."""
+
+
+class DoesNotFit(KvsnapError):
+    """More tokens than the engine's context holds; nothing was computed."""
 
 
 class PartlyDone(KvsnapError):

@@ -60,7 +60,7 @@ def keyed_hash(key: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
 
 def block_name(root_key: bytes, parent: bytes, token_ids: TokenIds, extras: bytes = b"") -> bytes:
     """The 32-byte name of one block. `token_ids` must come from `token_array`."""
-    ids = memoryview(token_ids.astype("<u4", copy=False)).cast("B") if token_ids.size else b""
+    ids = token_ids.astype("<u4", copy=False).data.cast("B") if token_ids.size else b""
     return keyed_hash(root_key, (parent, _COUNT.pack(len(token_ids)), ids, extras))
 
 

@@ -52,5 +52,5 @@ def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> s
     hasher = blake3(len(record).to_bytes(4, "little") + record)
     hasher.update(token_ids)
     for name in sorted(rows):
-        hasher.update(memoryview(np.ascontiguousarray(rows[name])).cast("B"))
+        hasher.update(np.ascontiguousarray(rows[name]).data.cast("B"))
     return hasher.hexdigest()

@@ -37,9 +37,7 @@ def session_file_name(name: str) -> str:
     """The file name of a session, suffix included."""
     check_session_name(name)
     raw = name.encode("utf-8")
-    escaped = "".join(
-        chr(byte) if _SAFE.match(bytes([byte])) else f"%{byte:02x}" for byte in raw
-    )
+    escaped = "".join(chr(byte) if _SAFE.match(bytes([byte])) else f"%{byte:02x}" for byte in raw)
     if _DEVICES.match(raw) or escaped.startswith("."):
         escaped = f"%{raw[0]:02x}" + escaped[1:]
     if escaped.endswith("."):

@@ -63,9 +63,7 @@ class Blocks:
         self.set_aside(name, "the file is missing" if size is None else "the file's length changed")
         return False
 
-    def put(
-        self, root: Root, wanted: Wanted, codec: Codec, layout: Layout, rows: Rows
-    ) -> int:
+    def put(self, root: Root, wanted: Wanted, codec: Codec, layout: Layout, rows: Rows) -> int:
         """Store one block whose parent is stored; returns bytes written, 0 where it was there.
 
         `rows` are copied before this returns. The file is not synced: a save does that.

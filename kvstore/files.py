@@ -93,7 +93,7 @@ def read_whole(path: Path) -> memoryview:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise Damaged("something that is no regular file stands in the file's place")
-        buffer = memoryview(np.empty(status.st_size, np.uint8)).cast("B")
+        buffer = np.empty(status.st_size, np.uint8).data.cast("B")
         at = 0
         while at < len(buffer):
             count = os.readv(handle, [buffer[at:]])

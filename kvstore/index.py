@@ -199,7 +199,7 @@ class Index:
         with self.transaction() as db:
             db.executemany("UPDATE blocks SET synced = 1 WHERE name = ?", [(n,) for n in names])
 
-    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple]:  # type: ignore[type-arg]
+    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple]:
         """Read rows; a damaged index is thrown away and built anew from the files."""
         with _sqlite_errors(self.path):
             try:
@@ -300,7 +300,7 @@ def set_reachable_below(db: sqlite3.Connection, name: bytes, reachable: bool) ->
     return db.execute(sql, {"id": number, "reachable": int(reachable)}).rowcount
 
 
-def _row(found: tuple) -> Row:  # type: ignore[type-arg]
+def _row(found: tuple) -> Row:
     name, start, tokens, size, synced, reachable, lost = found
     return Row(name, start, tokens, size, bool(synced), bool(reachable), lost)
 
@@ -312,7 +312,7 @@ def _counter(db: sqlite3.Connection, name: str) -> int:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
-    os.chmod(path, 0o600)
+    path.chmod(0o600)
     connection.execute("PRAGMA journal_mode = WAL")
     # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
     # never a session: those are files.
@@ -333,7 +333,7 @@ def _drop_all(db: sqlite3.Connection) -> None:
 
 def _file_key(path: Path) -> tuple[int, int] | None:
     try:
-        status = os.stat(path)
+        status = path.stat()
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -131,7 +131,9 @@ def write_settings(place: Place) -> None:
     elif settings.created:
         return
     record = {
-        "block_size": settings.block_size, "created": int(time.time()), "format": FORMAT_VERSION
+        "block_size": settings.block_size,
+        "created": int(time.time()),
+        "format": FORMAT_VERSION,
     }
     text = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
     temporary = files.write_temporary(place.temporary, Packed((text,), len(text), ""))

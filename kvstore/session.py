@@ -1,7 +1,7 @@
 """Session: a conversation in an engine, resumed from a store and saved to it.
 
-    resume: tokens → names → index → files → rows → engine
-    save:   engine → rows → blocks → files → index → session file
+resume: tokens → names → index → files → rows → engine
+save:   engine → rows → blocks → files → index → session file
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 from kvsnap.engines.base import Engine, Landing
 from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
-from kvsnap.formats.errors import BadTokenIds, Damaged, NotFound, StoreError
+from kvsnap.formats.errors import Damaged, DoesNotFit, NotFound, StoreError
 from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
@@ -77,7 +76,7 @@ class Session:
         """
         ids = token_array(token_ids)
         if len(ids) > self.engine.capacity:
-            raise BadTokenIds(
+            raise DoesNotFit(
                 f"the prompt has {len(ids)} tokens, the engine's context {self.engine.capacity}",
                 "make the context larger (--ctx) or the prompt shorter",
             )
@@ -232,8 +231,9 @@ class Session:
 
     def _count(self, ids: TokenIds, reused: int, computed: int) -> None:
         deepest = reused // self.store.block_size
-        names = chain_names(self.root.key, ids[: deepest * self.store.block_size],
-                            self.store.block_size)
+        names = chain_names(
+            self.root.key, ids[: deepest * self.store.block_size], self.store.block_size
+        )
         try:
             self.store.index.used(names[-1] if names else None, reused, computed)
         except StoreError:
@@ -272,5 +272,3 @@ def _where_ids_differ(stored: TokenIds, asked: TokenIds, reused: int) -> str:
         f"differing token: position {at} is token {int(asked[at])} here,"
         f" {int(stored[at])} in the session"
     )
-
-

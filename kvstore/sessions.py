@@ -17,6 +17,8 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place, write_settings
 
+_SEE_LS = "kvsnap ls shows the sessions that are there"
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -43,9 +45,7 @@ class Sessions:
         try:
             found = read_session(path)
         except (FileNotFoundError, NotADirectoryError):
-            raise NotFound(
-                f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
-            ) from None
+            raise NotFound(f"no session {name!r} in the store", _SEE_LS) from None
         except OSError as error:
             raise files.store_error(error, path) from error
         if found.record.name != name or found.record.tenant_id != tenant_id:
@@ -83,14 +83,17 @@ class Sessions:
                 )
             number += 1
 
+    def require(self, tenant_id: str, name: str) -> Path:
+        """The path of a session that is there, readable or not; raises `NotFound`."""
+        path = self.path(tenant_id, name)
+        if files.file_size(path) is None and not path.is_dir():
+            raise NotFound(f"no session {name!r} in the store", _SEE_LS)
+        return path
+
     def remove(self, tenant_id: str, name: str) -> int:
         """Delete one session file (its blocks stay for others); returns the bytes freed."""
-        path = self.path(tenant_id, name)
+        path = self.require(tenant_id, name)
         size = files.file_size(path)
-        if size is None and not path.is_dir():
-            raise NotFound(
-                f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
-            )
         with files.store_errors(path):
             if size is None:
                 self.place.set_aside(path, "a folder stood in the file's place")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
@@ -54,7 +55,7 @@ class Store:
     def close(self) -> None:
         self.index.close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -29,27 +29,27 @@ class FileDigests:
         self.progress: Callable[[int, int], None] = lambda done, total: None
 
     def __call__(self, path: Path) -> str:
-        key = str(path.resolve())
+        key = path.resolve()
         try:
-            before = os.stat(key)
+            before = key.stat()
             stamp = _stamp(before)
-            known = self.index.query("SELECT digest, stamp FROM weights WHERE path = ?", [key])
+            known = self.index.query("SELECT digest, stamp FROM weights WHERE path = ?", [str(key)])
             if known and known[0][1] == stamp:
                 return str(known[0][0])
             started = time.time_ns()
             digest = f"blake3:{self._hash(key, before.st_size)}"
-            if _stamp(os.stat(key)) != stamp:
+            if _stamp(key.stat()) != stamp:
                 raise EngineError(f"{path} changed while it was read", "try again")
         except OSError as error:
             raise NotFound(f"cannot read {path}: {error.strerror}", "check the path") from error
         if started - max(before.st_mtime_ns, before.st_ctime_ns) > RACY_SECONDS * 10**9:
-            self._remember(key, stamp, digest)
+            self._remember(str(key), stamp, digest)
         return digest
 
-    def _hash(self, path: str, size: int) -> str:
+    def _hash(self, path: Path, size: int) -> str:
         hasher = blake3(max_threads=blake3.AUTO)
         done = 0
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 hasher.update(chunk)
                 done += len(chunk)
@@ -69,7 +69,5 @@ class FileDigests:
 
 
 def _stamp(status: os.stat_result) -> str:
-    fields = (
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    fields = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return ":".join(map(str, fields))

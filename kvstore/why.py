@@ -30,6 +30,8 @@ def why_nothing_matched(
 
 
 def _others(store: Store, root: Root, tenant: Tenant | None) -> list[Root]:
-    rows = store.index.query("SELECT root_id, identity FROM roots WHERE root_id != ?", [root.root_id])
+    rows = store.index.query(
+        "SELECT root_id, identity FROM roots WHERE root_id != ?", [root.root_id]
+    )
     candidates = ((root_id, root_of(identity, tenant)) for root_id, identity in rows)
     return [other for root_id, other in candidates if other.root_id == root_id]

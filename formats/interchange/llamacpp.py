@@ -202,7 +202,7 @@ class _Writer:
         self.buffer, self.at = buffer, 0
 
     def put(self, fields: struct.Struct, *values: int) -> None:
-        fields.pack_into(self.buffer, self.at, *values)
+        fields.pack_into(self.buffer.data, self.at, *values)
         self.at += fields.size
 
     def area(self, size: int) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 from kvsnap.engines.base import Landing
 from kvsnap.engines.llamacpp_identity import Facts, identity_of, layout_of, read_facts
 from kvsnap.engines.llamacpp_text import LlamaText
-from kvsnap.formats.errors import EngineError, Unsupported, UsageError
+from kvsnap.formats.errors import DoesNotFit, EngineError, Unsupported, UsageError
 from kvsnap.formats.identity import Identity
 from kvsnap.formats.interchange.llamacpp import (
     LayerType,
@@ -30,7 +30,7 @@ from kvsnap.formats.interchange.llamacpp import (
     parse_state,
 )
 from kvsnap.formats.layout import Array, Layout, Rows
-from kvsnap.formats.names import TokenIds
+from kvsnap.formats.names import TokenIds, token_array
 
 _BYTE_POINTER = ctypes.POINTER(ctypes.c_uint8)
 
@@ -69,7 +69,7 @@ class LlamaCpp(LlamaText):
         return identity_of(self.llm, self.facts, self._layout, block_size, file_digest)
 
     def token_ids(self) -> TokenIds:
-        return self.llm.input_ids[: self.llm.n_tokens].astype(np.uint32)
+        return token_array(self.llm.input_ids[: self.llm.n_tokens])
 
     def export(self, start: int, stop: int) -> Rows:
         if not 0 <= start < stop <= self.llm.n_tokens:
@@ -105,7 +105,7 @@ class LlamaCpp(LlamaText):
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
         tokens = len(token_ids)
         if tokens > self.capacity:
-            raise UsageError(f"{tokens} tokens do not fit a context of {self.capacity}")
+            raise DoesNotFit(f"{tokens} tokens do not fit a context of {self.capacity}")
         if tokens < landing.tokens:  # damage shortened the prefix: the state is laid out anew
             shorter = self.landing(tokens)
             for name, array in shorter.rows.items():
@@ -140,7 +140,7 @@ class LlamaCpp(LlamaText):
         self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None
     ) -> None:
         if self.llm.n_tokens + len(token_ids) > self.capacity:
-            raise UsageError(
+            raise DoesNotFit(
                 f"{self.llm.n_tokens + len(token_ids)} tokens do not fit a context of"
                 f" {self.capacity}",
                 "make the context larger (--ctx) or the prompt shorter",
@@ -161,7 +161,7 @@ class LlamaCpp(LlamaText):
         written = llama_cpp.llama_state_seq_get_data(self.llm.ctx, pointer, size, sequence)
         if written != size:
             raise EngineError(f"llama.cpp gave {written} of {size} bytes of its state")
-        return parse_state(memoryview(buffer).cast("B"), self._type.version)
+        return parse_state(buffer.data.cast("B"), self._type.version)
 
     def _planes(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> dict[str, Array]:
         planes: dict[str, Array] = {}

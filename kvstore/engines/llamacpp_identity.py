@@ -85,7 +85,10 @@ def layout_of(facts: Facts) -> Layout:
     groups = []
     for number, (heads, run) in enumerate(groupby(facts.heads)):
         k_type, k_bytes, v_type, v_bytes = facts.layers[0]
-        k_bytes, v_bytes = k_type.row_bytes(heads * facts.k_dim), v_type.row_bytes(heads * facts.v_dim)
+        k_bytes, v_bytes = (
+            k_type.row_bytes(heads * facts.k_dim),
+            v_type.row_bytes(heads * facts.v_dim),
+        )
         planes = (
             _plane("k", k_type, heads, facts.k_dim, k_bytes),
             _plane("v", v_type, heads, facts.v_dim, v_bytes),

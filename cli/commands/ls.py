@@ -1,0 +1,57 @@
+"""`kvsnap ls`: the sessions of the store."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from kvsnap.cli import units
+from kvsnap.cli.main import App
+
+
+@click.command("ls")
+@click.pass_obj
+def command(app: App) -> None:
+    """List the sessions."""
+    with app.store() as store:
+        listed = list(store.sessions.list())
+        rows = []
+        for entry in listed:
+            record = entry.session.record if entry.session else None
+            rows.append(
+                {
+                    "session": record.name if record else None,
+                    "tenant": entry.path.parent.name,
+                    "tokens": len(record.token_ids) if record else None,
+                    "blocks": len(record.chain) if record else None,
+                    "model": str(record.notes.get("model", "")) if record else None,
+                    "kind": str(record.notes.get("kind", "")) if record else None,
+                    "revision": record.revision if record else None,
+                    "pinned": record.pinned if record else False,
+                    "bytes": entry.size,
+                    "saved": int(entry.path.stat().st_mtime),
+                    "problem": entry.problem or None,
+                }
+            )
+    if app.out.as_json:
+        app.out.json(rows)
+        return
+    if not rows:
+        app.out.say("no sessions yet; kvsnap save --session NAME makes one")
+        return
+    app.out.table(
+        ["session", "tokens", "blocks", "saved", "model"],
+        [
+            [
+                row["session"] or "(damaged)",
+                str(row["tokens"] if row["tokens"] is not None else "-"),
+                str(row["blocks"] if row["blocks"] is not None else "-"),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"])),
+                str(row["model"] or row["problem"] or ""),
+            ]
+            for row in rows
+        ],
+    )
+    total = sum(row["bytes"] for row in rows)
+    app.out.say(f"{units.count(len(rows), 'session')}, {units.size(total)} besides the blocks")

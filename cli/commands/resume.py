@@ -1,0 +1,195 @@
+"""`kvsnap resume`: put the longest stored prefix into the engine, continue, save what came."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvsnap.cli import units
+from kvsnap.cli.inputs import (
+    engine_options,
+    read_source,
+    read_tenant,
+    source_options,
+    store_options,
+)
+from kvsnap.cli.main import App
+from kvsnap.formats.errors import (
+    KvsnapError,
+    PartlyDone,
+    SessionMoved,
+    UsageError,
+)
+
+EXAMPLES = """\b
+Examples:
+  kvsnap resume support --model m.gguf --prompt "And then?" --max-tokens 40
+  kvsnap resume --model m.gguf --messages chat.json --max-tokens 100
+"""
+
+
+@click.command("resume", epilog=EXAMPLES)
+@click.argument("session", required=False)
+@source_options
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=128,
+    show_default=True,
+    help="How many tokens to generate.",
+)
+@click.option(
+    "--temperature",
+    metavar="X",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    help="0 is greedy.",
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of the sampler.",
+)
+@click.option("--no-save", is_flag=True, help="Do not store what was computed and generated.")
+@store_options
+@engine_options
+@click.pass_obj
+def command(
+    app: App,
+    /,
+    session: str | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    messages: Path | None,
+    token_ids: Path | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    no_save: bool,
+    tenant_key_file: Path | None,
+    **options: Any,
+) -> None:
+    """Restore SESSION (or a new prompt's stored prefix) and continue it.
+
+    With SESSION the prompt is its next user turn (chat) or appended text (raw); without one it
+    goes on generating. The sampler's state is not part of a session, its token history is.
+    """
+    from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
+    from kvsnap.cli.progress import bar
+    from kvsnap.formats.tenant import tenant_id
+    from kvsnap.kvstore.answer import Answer, generate, prefill
+    from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
+
+    started = time.perf_counter()
+    source = read_source(prompt, prompt_file, messages, token_ids)
+    tenant = read_tenant(tenant_key_file)
+    if session is None and not source.given:
+        raise UsageError(
+            "there is nothing to resume", "name a session (kvsnap ls), or give a prompt"
+        )
+    require_llama()
+    if session is not None:
+        with app.store() as store:
+            tokens = count_more_tokens(store, tenant_id(tenant), session, source)
+    else:
+        tokens = count_tokens(options["model"], source)
+    loaded = Loaded(app, options, tokens + max_tokens, session, tenant)
+    try:
+        if session is not None:
+            loaded.session.stored_token_ids()  # raises where there is none
+            assert loaded.session.stored is not None
+            made = next_prompt(loaded.engine, loaded.session.stored.record, source)
+        else:
+            made = new_prompt(loaded.engine, source, answer=True)
+        if made.rewritten:
+            app.out.warn(
+                "the chat template rewrote earlier turns: reuse ends at the first differing token"
+            )
+        room = loaded.engine.capacity - len(made.token_ids)
+        if 0 <= room < max_tokens:
+            app.out.warn(f"the context is full after {units.count(room, 'new token')}")
+            max_tokens = room
+        result = Answer()
+        with bar(app.out, "prefill", "tokens") as update:
+            prefill(
+                loaded.session,
+                loaded.engine,
+                made.token_ids,
+                result,
+                update,
+                leave=1,
+                store_on_the_way=False,
+            )
+        report = result.report
+        assert report is not None
+        for line in report.damage:
+            app.out.warn(line)
+        if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
+            app.out.warn(f"nothing reused: {report.stopped_by}")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in generate(
+            loaded.engine,
+            made.token_ids,
+            result,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        ):
+            app.out.text(decoder.decode(loaded.engine.detokenize([token])), newline=False)
+        app.out.text("")
+        writing = time.perf_counter()
+        problem: KvsnapError | None = None
+        if not no_save:
+            after = answered(made, loaded.engine, result.new_ids, result.ended)
+            try:
+                loaded.session.save(after.notes(loaded.model))
+            except SessionMoved as moved:
+                problem = moved
+            except KvsnapError as error:
+                problem = PartlyDone(f"answered, but not saved: {error.what}", error.hint)
+        text = readable(loaded.engine.detokenize(result.new_ids))
+    finally:
+        loaded.close()
+    done = time.perf_counter()
+    if app.out.as_json:
+        app.out.json(
+            {
+                "session": session,
+                "model": loaded.model,
+                "prompt_tokens": report.prompt_tokens,
+                "reused_tokens": report.reused_tokens,
+                "computed_tokens": result.computed_tokens,
+                "reuse_stopped_by": report.stopped_by,
+                "generated_tokens": len(result.new_ids),
+                "token_ids": result.new_ids,
+                "text": text,
+                "fidelity": "exact",
+                "seconds": {
+                    "load_model": loaded.load_seconds,
+                    "restore": result.seconds.restore,
+                    "prefill": result.seconds.prefill,
+                    "first_token": result.seconds.first_token,
+                    "generate": result.seconds.generate,
+                    "write": done - writing,
+                    "total": done - started,
+                },
+            }
+        )
+    first = result.seconds.first_token
+    app.out.say(
+        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused (exact),"
+        f" {result.computed_tokens} computed; {units.count(len(result.new_ids), 'new token')}"
+        + (f"; first after {units.seconds(first)}" if first is not None else "")
+    )
+    app.out.detail(f"reuse ended by {report.stopped_by}")
+    if problem is not None:
+        raise problem

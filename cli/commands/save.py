@@ -1,0 +1,121 @@
+"""`kvsnap save`: restore what is stored of a prompt, compute the rest, store the new blocks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvsnap.cli import units
+from kvsnap.cli.inputs import (
+    engine_options,
+    read_source,
+    read_tenant,
+    source_options,
+    store_options,
+)
+from kvsnap.cli.main import App
+from kvsnap.formats.errors import UsageError
+
+EXAMPLES = """\b
+Examples:
+  kvsnap save --model m.gguf --messages chat.json --session support
+  kvsnap save --model m.gguf --prompt-file system.txt
+"""
+
+
+@click.command("save", epilog=EXAMPLES)
+@source_options
+@click.option("--session", metavar="NAME", help="Save under this name; without it blocks only.")
+@click.option("--pin", is_flag=True, help="Keep the session's blocks until kvsnap unpin.")
+@store_options
+@engine_options
+@click.pass_obj
+def command(
+    app: App,
+    /,
+    prompt: str | None,
+    prompt_file: Path | None,
+    messages: Path | None,
+    token_ids: Path | None,
+    session: str | None,
+    pin: bool,
+    tenant_key_file: Path | None,
+    **options: Any,
+) -> None:
+    """Restore what is stored of a prompt, compute the rest, store the new blocks."""
+    from kvsnap.cli.engine import Loaded, count_tokens, require_llama
+    from kvsnap.cli.progress import bar
+    from kvsnap.kvstore.answer import Answer, prefill
+    from kvsnap.kvstore.conversation import new_prompt
+
+    started = time.perf_counter()
+    source = read_source(prompt, prompt_file, messages, token_ids)
+    if not source.given:
+        raise UsageError(
+            "there is no prompt to save",
+            "give one of --prompt, --prompt-file, --messages, --token-ids",
+        )
+    tenant = read_tenant(tenant_key_file)
+    if pin and session is None:
+        raise UsageError("--pin keeps a session, and none is named", "add --session NAME")
+    require_llama()
+    loaded = Loaded(app, options, count_tokens(options["model"], source), session, tenant)
+    try:
+        made = new_prompt(loaded.engine, source, answer=False)
+        result = Answer()
+        with bar(app.out, "prefill", "tokens") as update:
+            prefill(
+                loaded.session,
+                loaded.engine,
+                made.token_ids,
+                result,
+                update,
+                leave=0,
+                store_on_the_way=True,
+            )
+        assert result.report is not None
+        for line in result.report.damage:
+            app.out.warn(line)
+        writing = time.perf_counter()
+        report = loaded.session.save(made.notes(loaded.model), pinned=pin)
+    finally:
+        loaded.close()
+    done = time.perf_counter()
+    if app.out.as_json:
+        app.out.json(
+            {
+                "session": report.session,
+                "model": loaded.model,
+                "tokens": report.tokens,
+                "reused_tokens": result.report.reused_tokens,
+                "computed_tokens": result.computed_tokens,
+                "blocks": report.blocks,
+                "blocks_written": report.blocks_written,
+                "bytes_written": report.bytes_written,
+                "bytes_raw": report.bytes_raw,
+                "codec": report.codec,
+                "fidelity": report.fidelity,
+                "seconds": {
+                    "load_model": loaded.load_seconds,
+                    "restore": result.seconds.restore,
+                    "prefill": result.seconds.prefill,
+                    "write": done - writing,
+                    "total": done - started,
+                },
+            }
+        )
+        return
+    app.out.text(
+        f"saved {units.count(report.tokens, 'token')}"
+        + (f" as {report.session!r}" if report.session else "")
+        + f": {result.report.reused_tokens} reused, {result.computed_tokens} computed;"
+        f" {report.blocks_written} of {units.count(report.blocks, 'block')} written"
+        f" ({units.size(report.bytes_written)})"
+    )
+    app.out.say(
+        f"prefill {units.seconds(result.seconds.prefill)},"
+        f" restore {units.seconds(result.seconds.restore)}, write {units.seconds(done - writing)}"
+    )

@@ -1,0 +1,38 @@
+"""`kvsnap stats`: sizes, sharing, hits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from kvsnap.cli import units
+from kvsnap.cli.main import App
+
+
+@click.command("stats")
+@click.pass_obj
+def command(app: App) -> None:
+    """Sizes, sharing, hits."""
+    from kvsnap.kvstore.stats import stats
+
+    with app.store() as store:
+        found = stats(store)
+    if app.out.as_json:
+        app.out.json(dataclasses.asdict(found))
+        return
+    prompt_tokens = found.reused_tokens + found.computed_tokens
+    share = f" ({found.reused_tokens / prompt_tokens:.0%})" if prompt_tokens else ""
+    codecs = ", ".join(f"{number} {codec}" for codec, number in sorted(found.codecs.items()))
+    for label, value in [
+        ("store", str(store.path)),
+        ("blocks", f"{found.blocks} ({codecs})" if codecs else "0"),
+        ("unreachable", str(found.unreachable)) if found.unreachable else ("", ""),
+        ("size", units.size(found.bytes)),
+        ("saved by sharing", units.size(found.bytes_saved_by_sharing)),
+        ("sessions", f"{found.sessions} ({found.pinned} pinned)"),
+        ("models", str(found.models)),
+        ("prompt tokens", f"{prompt_tokens}, {found.reused_tokens} of them reused{share}"),
+    ]:
+        if label:
+            app.out.text(f"{label:18}{value}")

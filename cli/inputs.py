@@ -1,0 +1,205 @@
+"""Options that several commands share: the prompt's source, the engine's settings, the tenant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvsnap.formats.errors import NotFound, UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SOURCE = [
+    click.option("--prompt", metavar="TEXT", help="The prompt, or a chat's next user turn."),
+    click.option(
+        "--prompt-file",
+        metavar="F",
+        type=click.Path(path_type=Path),
+        help="The same from a UTF-8 file.",
+    ),
+    click.option(
+        "--messages",
+        metavar="F.json",
+        type=click.Path(path_type=Path),
+        help="Messages in OpenAI chat form.",
+    ),
+    click.option(
+        "--token-ids",
+        metavar="F.json",
+        type=click.Path(path_type=Path),
+        help="A JSON list of token ids.",
+    ),
+]
+_ENGINE = [
+    click.option(
+        "--model",
+        metavar="M",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="The model: a GGUF file.",
+    ),
+    click.option(
+        "--engine",
+        metavar="NAME",
+        default="llama.cpp",
+        show_default=True,
+        help="The engine to run it with.",
+    ),
+    click.option(
+        "--ctx",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Context length. Default: what prompt and --max-tokens need.",
+    ),
+    click.option(
+        "--threads", metavar="N", type=click.IntRange(min=1), help="Default: the physical cores."
+    ),
+    click.option(
+        "--flash-attn",
+        type=click.Choice(["on", "off"]),
+        default="off",
+        show_default=True,
+        help="Flash attention.",
+    ),
+    click.option(
+        "--cache-type-k",
+        metavar="T",
+        default="f16",
+        show_default=True,
+        help="Type of K in the cache: f32, f16, bf16, q8_0, q4_0 …",
+    ),
+    click.option(
+        "--cache-type-v",
+        metavar="T",
+        default="f16",
+        show_default=True,
+        help="Type of V; quantized ones need --flash-attn on.",
+    ),
+    click.option(
+        "--rope-scaling",
+        type=click.Choice(["none", "linear", "yarn"]),
+        help="RoPE scaling method. Default: as the model says.",
+    ),
+    click.option(
+        "--rope-scale",
+        metavar="X",
+        type=float,
+        help="Context scaling factor, 1 / --rope-freq-scale.",
+    ),
+    click.option(
+        "--rope-freq-base",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="RoPE base frequency. Default: as the model says.",
+    ),
+    click.option(
+        "--rope-freq-scale",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="RoPE frequency scaling factor. Default: as the model says.",
+    ),
+    click.option(
+        "--yarn-orig-ctx", metavar="N", type=int, default=0, help="YaRN: original context."
+    ),
+    click.option(
+        "--yarn-ext-factor", metavar="X", type=float, default=-1.0, help="YaRN: extrapolation mix."
+    ),
+    click.option(
+        "--yarn-attn-factor", metavar="X", type=float, default=1.0, help="YaRN: scale of attention."
+    ),
+    click.option(
+        "--yarn-beta-fast", metavar="X", type=float, default=32.0, help="YaRN: low correction dim."
+    ),
+    click.option(
+        "--yarn-beta-slow", metavar="X", type=float, default=1.0, help="YaRN: high correction dim."
+    ),
+    click.option("--lora", metavar="F[:SCALE]", help="A LoRA adapter file and its scale."),
+]
+tenant_option = click.option(
+    "--tenant-key-file",
+    metavar="F",
+    type=click.Path(path_type=Path),
+    envvar="KVSNAP_TENANT_KEY_FILE",
+    help="The tenant's 32-byte key: who may share. Default: one tenant, no key.",
+)
+_STORE = [
+    click.option(
+        "--codec",
+        metavar="ID",
+        default="zstd",
+        show_default=True,
+        help="How rows become bytes: raw or zstd, both exact.",
+    ),
+    tenant_option,
+]
+
+
+def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+source_options = _apply(_SOURCE)
+engine_options = _apply(_ENGINE)
+store_options = _apply(_STORE)
+
+
+def read_source(
+    prompt: str | None, prompt_file: Path | None, messages: Path | None, token_ids: Path | None
+) -> Any:
+    """The `Source` that the options give; more than one is a usage error."""
+    from kvsnap.kvstore.conversation import Source, check_messages
+
+    given = [x for x in (prompt, prompt_file, messages, token_ids) if x is not None]
+    if len(given) > 1:
+        raise UsageError(
+            "more than one prompt was given",
+            "give one of --prompt, --prompt-file, --messages, --token-ids",
+        )
+    if messages is not None:
+        return Source(messages=check_messages(_json(messages)))
+    if token_ids is not None:
+        ids = _json(token_ids)
+        if not isinstance(ids, list):
+            raise UsageError(f"{token_ids} is not a JSON list of token ids", "e.g. [1, 504, 2365]")
+        return Source(token_ids=ids)
+    return Source(text=_text(prompt_file) if prompt_file is not None else prompt)
+
+
+def read_tenant(path: Path | None) -> Any:
+    if path is None:
+        return None
+    from kvsnap.formats.tenant import parse_key
+
+    return parse_key(_bytes(path))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}", "check the file") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text", "convert it to UTF-8") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}", "check the path") from error

@@ -1,0 +1,122 @@
+"""`kvsnap`: global options, the table of commands, and errors to exit codes, in one place each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from kvsnap.cli.output import Output
+from kvsnap.formats.errors import KvsnapError, StoreFull
+
+COMMANDS = {
+    "demo": "The whole job on the bundled model, with its timings.",
+    "doctor": "Say what is wrong with the store or the engines, and what to do.",
+    "ls": "List the sessions.",
+    "resume": "Restore a session (or a prompt's stored prefix) and continue it.",
+    "rm": "Remove a session.",
+    "save": "Restore what is stored of a prompt, compute the rest, store it.",
+    "show": "Show one session or block in full.",
+    "stats": "Sizes, sharing, hits.",
+    "verify": "Check the files of the store, or of one session.",
+}
+"""Name → one line of help; cli/commands/NAME.py is imported when the command runs."""
+
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """Help for all commands without importing any."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"kvsnap.cli.commands.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--store",
+    metavar="PATH",
+    envvar="KVSNAP_STORE",
+    help="Folder of the store (or KVSNAP_STORE). Default: the user's cache folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Data as JSON on stdout.")
+@click.option("--quiet", "-q", is_flag=True, help="No talk on stderr but warnings and errors.")
+@click.option("--verbose", "-v", is_flag=True, help="More detail on stderr.")
+@click.version_option(package_name="kvsnap")
+@click.pass_context
+def cli(ctx: click.Context, store: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Keep filled KV-cache blocks on disk and resume conversations without prefill.
+
+    Exit codes: 0 done, 1 it did not work, 2 usage, 3 partly done, 130 interrupted.
+    """
+    ctx.obj = App(store, Output(as_json=as_json, quiet=quiet, verbose=verbose))
+
+
+class App:
+    """What every command gets: the sink, and the store on demand."""
+
+    def __init__(self, store_path: str | None, out: Output) -> None:
+        self.store_path, self.out = store_path, out
+
+    def store(self) -> Any:
+        from kvsnap.kvstore.store import Store
+
+        store = Store(self.store_path)
+        if store.problem:
+            self.out.warn(store.problem)
+        return store
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run, and leave with the exit code of the contract; no traceback for what a person can mend."""
+    try:
+        code = cli.main(arguments, prog_name="kvsnap", standalone_mode=False) or 0
+    except KvsnapError as error:
+        code = _report(error)
+    except click.exceptions.Abort:
+        code = _interrupted()
+    except KeyboardInterrupt:
+        code = _interrupted()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except BrokenPipeError:
+        # The reader of stdout went away; point it elsewhere so that shutdown does not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        code = _report(_as_ours(error))
+    sys.exit(code)
+
+
+def _report(error: KvsnapError) -> int:
+    click.echo(f"error: {error.what}", err=True)
+    if error.hint:
+        click.echo(f"  {error.hint}", err=True)
+    return error.exit_code
+
+
+def _interrupted() -> int:
+    click.echo("interrupted; what was stored before is kept", err=True)
+    return INTERRUPTED
+
+
+def _as_ours(error: OSError) -> KvsnapError:
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(f"no space left ({error})", "free some space and run it again")
+    return KvsnapError(str(error), "check the path and its mode")

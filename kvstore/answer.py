@@ -1,0 +1,102 @@
+"""Prefill a session's prompt and generate after it, counting what the engine really evaluated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvsnap.engines.text import TextEngine
+from kvsnap.formats.errors import UsageError
+from kvsnap.formats.names import TokenIds, token_array
+from kvsnap.kvstore.reports import ResumeReport
+from kvsnap.kvstore.session import Session
+
+
+@dataclass
+class Timings:
+    """Seconds; `first_token` counts from the prompt being known to the first new token."""
+
+    restore: float = 0.0
+    prefill: float = 0.0
+    first_token: float | None = None
+    generate: float = 0.0
+
+
+@dataclass
+class Answer:
+    """Filled while `answer` runs; `ended`: the model ended by itself."""
+
+    report: ResumeReport | None = None
+    computed_tokens: int = 0
+    new_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+    seconds: Timings = field(default_factory=Timings)
+
+
+def prefill(
+    session: Session,
+    engine: TextEngine,
+    token_ids: TokenIds,
+    result: Answer,
+    step_done: Callable[[int, int], None],
+    *,
+    leave: int,
+    store_on_the_way: bool,
+) -> None:
+    """Restore what is stored, compute the rest. `step_done(done, total)` after each batch.
+
+    With `store_on_the_way` filled blocks are stored between batches, so that an interruption
+    costs one batch; not in front of a first token, which somebody waits for.
+    """
+    started = time.perf_counter()
+    report = session.resume(token_ids, leave=leave)
+    restored = time.perf_counter()
+    total, before = len(token_ids), engine.evaluated
+    step_done(report.reused_tokens, total)
+
+    def after_batch(tokens: int) -> None:
+        done = report.reused_tokens + engine.evaluated - before
+        step_done(done, total)
+        if store_on_the_way and done < total:
+            session.put_filled()
+
+    engine.evaluate(token_ids[report.reused_tokens :], after_batch)
+    result.report = report
+    result.computed_tokens = engine.evaluated - before
+    result.seconds.restore = restored - started
+    result.seconds.prefill = time.perf_counter() - restored
+
+
+def generate(
+    engine: TextEngine,
+    token_ids: TokenIds,
+    result: Answer,
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[int]:
+    """Yield up to `max_tokens` new ids. Afterwards the engine holds KV of every one of them."""
+    if len(token_ids) == 0:
+        raise UsageError(
+            "there is nothing to evaluate: the session has no tokens and no prompt was given",
+            "give a prompt: --prompt, --prompt-file, --messages or --token-ids",
+        )
+    started = time.perf_counter()
+    tokens = engine.generate(token_ids, temperature=temperature, seed=seed)
+    while len(result.new_ids) < max_tokens:
+        token = next(tokens, None)
+        if result.seconds.first_token is None:
+            waited = time.perf_counter() - started
+            result.seconds.first_token = result.seconds.restore + result.seconds.prefill + waited
+        if token is None:
+            result.ended = True
+            break
+        result.new_ids.append(token)
+        yield token
+    # The last token was sampled, not evaluated: without this its KV would not exist, and the next
+    # turn would be one position off.
+    held = len(engine.token_ids()) - len(token_ids)
+    engine.evaluate(token_array(result.new_ids[held:]))
+    result.seconds.generate = time.perf_counter() - started

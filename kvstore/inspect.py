@@ -1,0 +1,85 @@
+"""One session or block, in full, for a person or a script."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvsnap.formats.block import parse_block
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import NotFound, UsageError
+from kvsnap.formats.identity import parse_identity
+from kvsnap.kvstore import files
+from kvsnap.kvstore.store import Store
+
+
+def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
+    """A session's record, with which blocks of its chain are there. Raises `NotFound`."""
+    session = store.sessions.load(tenant_id, name)
+    record = session.record
+    path = store.sessions.path(tenant_id, name)
+    blocks = []
+    for block in record.chain:
+        row = store.index.find(block)
+        usable = row is not None and row.reachable
+        blocks.append({"name": block.hex(), "stored": usable, "bytes": row.bytes if row else 0})
+    stored = next((n for n, block in enumerate(blocks) if not block["stored"]), len(blocks))
+    return {
+        "session": record.name,
+        "path": str(path),
+        "revision": record.revision,
+        "pinned": record.pinned,
+        "tokens": len(record.token_ids),
+        "block_size": record.block_size,
+        "blocks": blocks,
+        "stored_tokens": stored * record.block_size,
+        "tail_tokens": record.tail_tokens,
+        "bytes": files.file_size(path),
+        "codec": session.codec.id,
+        "fidelity": "exact",
+        "root_id": record.root_id,
+        "identity": parse_identity(record.identity),
+        "notes": dict(record.notes),
+        "token_ids": record.token_ids.tolist(),
+    }
+
+
+def describe_block(store: Store, prefix: str) -> dict[str, Any]:
+    """A block by (a unique beginning of) its name. Raises `NotFound`, or `UsageError` if not one."""
+    if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
+        raise NotFound(f"no session or block {prefix!r}", "kvsnap ls shows the sessions there")
+    low = bytes.fromhex(prefix.ljust(64, "0"))
+    high = bytes.fromhex(prefix.ljust(64, "f"))
+    rows = store.index.query(
+        "SELECT name, lost, reachable FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2", [low, high]
+    )
+    if not rows:
+        raise NotFound(f"no session or block {prefix!r}", "kvsnap ls shows the sessions there")
+    if len(rows) > 1:
+        raise UsageError(f"several blocks begin with {prefix}", "give more of the name")
+    name, lost, reachable = rows[0]
+    path = store.place.block(name)
+    found: dict[str, Any] = {
+        "block": name.hex(),
+        "path": str(path),
+        "lost": lost,
+        "reachable": bool(reachable),
+    }
+    try:
+        buffer = files.read_whole(path)
+    except OSError:
+        return found
+    check_file_digest(buffer)
+    block = parse_block(buffer)
+    return found | {
+        "parent": block.record.parent.hex(),
+        "start": block.record.start,
+        "tokens": len(block.record.token_ids),
+        "bytes": len(buffer),
+        "codec": block.codec.id,
+        "fidelity": "exact",
+        "content": block.content,
+        "root_id": block.record.root_id,
+        "identity": parse_identity(block.record.identity),
+        "token_ids": block.record.token_ids.tolist(),
+    }

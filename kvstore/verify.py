@@ -1,0 +1,171 @@
+"""Check files, down to the decoded rows, and say what is wrong. Nothing is moved or mended here.
+
+A block is also wrong where its name does not follow from its own record: without a tenant's key
+that can be computed from the identity in the file; with one, the key must be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvsnap.formats.block import BlockRecord, parse_block
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
+from kvsnap.formats.identity import Root, root_of
+from kvsnap.formats.names import block_name, chain_names
+from kvsnap.formats.session import SessionFile
+from kvsnap.formats.session_name import SUFFIX
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore import files
+from kvsnap.kvstore.index import big_endian
+from kvsnap.kvstore.rebuild import block_paths
+from kvsnap.kvstore.sessions import read_session
+from kvsnap.kvstore.store import Store
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One finding. `name`: a block's name, a session's name, or the file's."""
+
+    name: str
+    path: str
+    reason: str
+
+
+@dataclass
+class VerifyReport:
+    """`unreachable`: intact blocks that nothing can use until the one before them is back."""
+
+    checked: int = 0
+    bad: list[Bad] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
+
+
+def verify_store(
+    store: Store, tenant: Tenant | None = None, progress: Callable[[int, int], None] = print
+) -> VerifyReport:
+    """Every file where blocks and sessions stand, and every row of the index."""
+    report = VerifyReport()
+    if store.problem:
+        report.bad.append(Bad(store.place.settings.name, str(store.place.settings), store.problem))
+    paths, sessions = list(block_paths(store.place)), list(_session_paths(store))
+    for number, path in enumerate(paths):
+        _block_file(store, path, tenant, report)
+        progress(number + 1, len(paths) + len(sessions))
+    for number, path in enumerate(sessions):
+        session = _session_file(path, tenant, report)
+        if (
+            session is not None
+            and store.sessions.path(session.record.tenant_id, session.record.name) != path
+        ):
+            reason = "the file stands under another session's name"
+            report.bad.append(Bad(session.record.name, str(path), reason))
+        progress(len(paths) + number + 1, len(paths) + len(sessions))
+    known = {bad.path for bad in report.bad}
+    for name, lost in store.index.query("SELECT name, lost FROM blocks WHERE lost IS NOT NULL"):
+        place = str(store.place.block(name))
+        if place not in known:
+            report.bad.append(Bad(name.hex(), place, f"missing: {lost}"))
+    for name, size in store.index.query("SELECT name, bytes FROM blocks WHERE lost IS NULL"):
+        place = str(store.place.block(name))
+        if place not in known and files.file_size(Path(place)) is None:
+            report.bad.append(Bad(name.hex(), place, f"the file of {size} bytes is missing"))
+    report.unreachable = [
+        name.hex()
+        for (name,) in store.index.query(
+            "SELECT name FROM blocks WHERE reachable = 0 AND lost IS NULL ORDER BY start"
+        )
+    ]
+    return report
+
+
+def verify_session(
+    store: Store, tenant_id: str, name: str, tenant: Tenant | None = None
+) -> VerifyReport:
+    """One session and the blocks of its chain. Raises `NotFound`."""
+    report = VerifyReport()
+    path = store.sessions.path(tenant_id, name)
+    if files.file_size(path) is None and not path.is_dir():
+        raise NotFound(f"no session {name!r} in the store", "kvsnap ls shows the sessions there")
+    session = _session_file(path, tenant, report)
+    for block in session.record.chain if session else ():
+        file = store.place.block(block)
+        row = store.index.find(block)
+        if files.file_size(file) is None:
+            lost = row.lost if row is not None and row.lost else "not in the store (any more)"
+            report.bad.append(Bad(block.hex(), str(file), f"missing: {lost}"))
+        else:
+            _block_file(store, file, tenant, report)
+            if row is not None and not row.reachable:
+                report.unreachable.append(block.hex())
+    return report
+
+
+def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyReport) -> None:
+    report.checked += 1
+    try:
+        buffer = files.read_whole(path)
+        check_file_digest(buffer)
+        block = parse_block(buffer)
+        block.check_content()
+        record = block.record
+        if store.place.block(record.name) != path:
+            raise Damaged(f"the file holds block {record.name.hex()[:12]}…")
+        root = _root_of(record.identity, record.root_id, tenant)
+        if root and record.name != _own_name(root, record):
+            raise Damaged("the block's name does not follow from its token ids and identity")
+        _compare_row(store, record, len(buffer))
+    except KvsnapError as error:
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
+
+
+def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
+    row = store.index.find(record.name)
+    if row is None:
+        return  # written by a process that died before its row: the next save or rebuild adds it
+    if (row.start, row.tokens, row.bytes) != (record.start, big_endian(record.token_ids), size):
+        raise Damaged("the index differs from the file: delete index.sqlite3, it is built anew")
+
+
+def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> SessionFile | None:
+    report.checked += 1
+    try:
+        session = read_session(path, strict=True)
+        session.tail_rows()
+        session.check_talk()
+        record = session.record
+        root = _root_of(record.identity, record.root_id, tenant)
+        if root:
+            names = chain_names(root.key, record.token_ids, record.block_size)
+            if tuple(names) != record.chain:
+                raise Damaged("the chain does not follow from the session's token ids")
+    except KvsnapError as error:
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
+        return None
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
+        return None
+    return session
+
+
+def _root_of(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:
+    """The root behind a file, where the keys at hand give its root id; else it stays unknown."""
+    for candidate in (None, tenant) if tenant else (None,):
+        root = root_of(identity, candidate)
+        if root.root_id == root_id:
+            return root
+    return None
+
+
+def _own_name(root: Root, record: BlockRecord) -> bytes:
+    return block_name(root.key, record.parent, record.token_ids, record.extras)
+
+
+def _session_paths(store: Store) -> Iterator[Path]:
+    yield from sorted(store.place.sessions.glob(f"*/*{SUFFIX}"))
