@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.container import Container, Packed, Tensor, pack, parse
-from kvsnap.formats.errors import Damaged, Unsupported
+from kvsnap.formats.errors import Damaged
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
     check_version,
@@ -106,8 +106,6 @@ def parse_block(buffer: memoryview) -> BlockFile:
 def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
     """The record of a block file from its header and its `token_ids` tensor."""
     check_version(container, KIND)
-    if container.field("fidelity") != EXACT:
-        raise Unsupported(f"fidelity {container.field('fidelity')!r} is not known to this version")
     return BlockRecord(
         name=digest_field(container, "name"),
         parent=digest_field(container, "parent"),

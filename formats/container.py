@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsnap.formats.errors import Damaged
+from kvsnap.formats.errors import Damaged, UsageError
 
 MAX_HEADER = 16 * 2**20
 """A header names a few tensors; the longest identity seen is 2 KB. Above this a file is hostile."""
@@ -27,6 +28,10 @@ ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = b"0" * 64
 _DIGEST_FIELD = re.compile(rb'"file":"([0-9a-f]{64})"')
+_ENTRY = {"dtype", "shape", "data_offsets"}
+_MAX_DIMENSIONS = 8
+"""Rows have four. Without a bound, one header's product of sizes takes hours to compute."""
+_MAX_NUMBER = 2**63 - 1
 _ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
 
 
@@ -76,6 +81,11 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[tuple[str, Tensor]]) -> 
         offset = end
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode("ascii")
     text += b" " * (-(len(text) + _LENGTH.size) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise UsageError(
+            f"the file's header would take {len(text)} bytes, more than {MAX_HEADER}",
+            "keep the session's notes shorter",
+        )
     head = _LENGTH.pack(len(text)) + text
     data = [memoryview(t.data).cast("B") for _, t in tensors if memoryview(t.data).nbytes]
     hasher = blake3(head)
@@ -89,14 +99,16 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[tuple[str, Tensor]]) -> 
 def check_file_digest(buffer: memoryview) -> str:
     """Compare the `file` digest with the bytes, before anything is decoded. Returns the digest."""
     head = bytes(buffer[: _data_start(buffer)])
-    found = _DIGEST_FIELD.findall(head)
+    found = list(_DIGEST_FIELD.finditer(head))
     if len(found) != 1:
         raise Damaged("the header holds no file digest")
-    hasher = blake3(head.replace(found[0], _NO_DIGEST))
+    start, stop = found[0].span(1)
+    hasher = blake3(head[:start] + _NO_DIGEST + head[stop:])
     hasher.update(buffer[len(head) :])
-    if hasher.hexdigest().encode("ascii") != found[0]:
+    digest: str = hasher.hexdigest()
+    if digest.encode("ascii") != head[start:stop]:
         raise Damaged("the file digest differs: the bytes changed after they were written")
-    return str(found[0], "ascii")
+    return digest
 
 
 def parse(buffer: memoryview) -> Container:
@@ -111,7 +123,9 @@ def parse(buffer: memoryview) -> Container:
     tensors: dict[str, Tensor] = {}
     for name, begin, end, dtype, shape in spans:
         if begin != expected:
-            raise Damaged(f"tensor {name!r} does not start where the one before it ends")
+            raise Damaged(
+                f"tensor {reprlib.repr(name)} does not start where the one before it ends"
+            )
         tensors[name] = Tensor(dtype, shape, buffer[start + begin : start + end])
         expected = end
     if start + expected != len(buffer):
@@ -155,14 +169,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _span(name: str, entry: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
+    brief = reprlib.repr(name)
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         item = _ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"tensor {name!r} is not described as safetensors are") from error
-    numbers = [begin, end, *shape] if isinstance(shape, list) else [None]
-    if any(type(n) is not int or n < 0 for n in numbers):
-        raise Damaged(f"tensor {name!r} has an impossible shape or offset")
+        raise Damaged(f"tensor {brief} is not described as safetensors are") from error
+    if entry.keys() != _ENTRY or not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise Damaged(f"tensor {brief} is not described as kvsnap does")
+    if any(type(n) is not int or not 0 <= n <= _MAX_NUMBER for n in (begin, end, *shape)):
+        raise Damaged(f"tensor {brief} has an impossible shape or offset")
     if end - begin != math.prod(shape) * item:
-        raise Damaged(f"tensor {name!r} has {end - begin} bytes where its shape needs others")
+        raise Damaged(f"tensor {brief} has {end - begin} bytes where its shape needs others")
     return name, begin, end, dtype, tuple(shape)

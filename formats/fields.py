@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 import numpy as np
 
 from kvsnap.formats.container import Container, Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
+from kvsnap.formats.identity import EXACT
 from kvsnap.formats.names import TokenIds, token_array
 
 FORMAT_VERSION = "0"
@@ -18,11 +20,15 @@ def check_version(container: Container, kind: str) -> None:
     version = container.field("kvsnap")
     if version != FORMAT_VERSION:
         raise Unsupported(
-            f"format version {version!r}; this kvsnap reads version {FORMAT_VERSION}",
+            f"format version {reprlib.repr(version)}; this kvsnap reads version {FORMAT_VERSION}",
             "read it with the kvsnap that wrote it, or a newer one",
         )
-    if container.field("kind") != kind:
-        raise Damaged(f"a file of kind {container.field('kind')!r} where a {kind} belongs")
+    found = container.field("kind")
+    if found != kind:
+        raise Damaged(f"a file of kind {reprlib.repr(found)} where a {kind} belongs")
+    fidelity = container.field("fidelity")
+    if fidelity != EXACT:
+        raise Unsupported(f"fidelity {reprlib.repr(fidelity)} is not known to this version")
 
 
 def digest_field(container: Container, key: str) -> bytes:

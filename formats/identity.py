@@ -134,7 +134,10 @@ class Root:
 def root_of(identity: Identity | str, tenant: Tenant | None = None) -> Root:
     """The root of an identity (or of its canonical form read from a file) under a tenant's key."""
     canonical = identity if isinstance(identity, str) else identity.canonical()
-    data = canonical.encode("ascii")
+    try:
+        data = canonical.encode("ascii")
+    except UnicodeEncodeError as error:
+        raise Damaged("the identity is not in its canonical form") from error
     key = blake3(data, key=tenant.naming_key).digest() if tenant else blake3(data).digest()
     return Root(key, blake3(key, derive_key_context="kvsnap root id").hexdigest(), canonical)
 
@@ -160,14 +163,22 @@ _TELLING_FIRST = ("weights", "adapters", "overrides", "rope", "kv_types", "rotat
 
 def differences(stored: str, here: str) -> list[tuple[str, str, str]]:
     """(field, stored, here) of two canonical identities, the most telling first; nested: dotted."""
-    before, after = _flatten(parse_identity(stored)), _flatten(parse_identity(here))
+    try:
+        before, after = _flatten(parse_identity(stored)), _flatten(parse_identity(here))
+    except RecursionError as error:
+        raise Damaged("the identity is nested too deeply") from error
     changed = [
         field
         for field in sorted(before.keys() | after.keys())
         if before.get(field, "absent") != after.get(field, "absent")
     ]
-    changed.sort(key=lambda field: not field.startswith(_TELLING_FIRST))
+    changed.sort(key=_rank)
     return [(name, before.get(name, "absent"), after.get(name, "absent")) for name in changed]
+
+
+def _rank(field: str) -> int:
+    ranks = (n for n, start in enumerate(_TELLING_FIRST) if field.startswith(start))
+    return next(ranks, len(_TELLING_FIRST))
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, str]:

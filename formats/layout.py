@@ -14,9 +14,10 @@ page_bytes]): numpy has no bfloat16, and nothing here computes with the values.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ Rows: TypeAlias = Mapping[str, Array]
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 KINDS = ("elements", "rows", "pages")
+_MAX_SIZE = 2**31 - 1
+"""Of layers, heads, elements or bytes: what an identity in a file may claim of one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,15 @@ class Plane:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise Unsupported(f"rows of kind {self.kind!r} are not known to this version of kvsnap")
+            raise Unsupported(
+                f"rows of kind {reprlib.repr(self.kind)} are not known to this version of kvsnap"
+            )
         if self.dtype not in ELEMENT_BYTES or (self.kind != "elements" and self.dtype != "U8"):
-            raise Unsupported(f"{self.kind} of type {self.dtype!r} are not known")
-        if len(self.row) != (2 if self.kind == "elements" else 1) or min(self.row) < 1:
-            raise Damaged(f"plane {self.name!r} has the impossible row shape {self.row}")
+            raise Unsupported(f"{self.kind} of type {reprlib.repr(self.dtype)} are not known")
+        sizes = 2 if self.kind == "elements" else 1
+        if len(self.row) != sizes or not all(1 <= n <= _MAX_SIZE for n in self.row):
+            raise Damaged(f"plane {reprlib.repr(self.name)} has an impossible row shape")
+        _check_name(self.name)
 
     @property
     def can_cut(self) -> bool:
@@ -80,12 +87,21 @@ class Group:
     layers: int
     planes: tuple[Plane, ...]
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if not 1 <= self.layers <= _MAX_SIZE:
+            raise Damaged(f"group {reprlib.repr(self.name)} has an impossible number of layers")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """All groups of one engine and model, in layer order."""
 
     groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.planes()) != sum(len(group.planes) for group in self.groups):
+            raise Damaged("two planes of the layout have one name")
 
     def planes(self) -> dict[str, tuple[int, Plane]]:
         """`GROUP.PLANE` → (layers, plane), sorted by name: the order in files and digests."""
@@ -106,10 +122,13 @@ class Layout:
 
     def empty(self, tokens: int) -> dict[str, Array]:
         """Uninitialised arrays for `tokens` tokens."""
-        return {
-            name: np.empty(plane.memory_shape(layers, tokens), plane.memory_dtype)
-            for name, (layers, plane) in self.planes().items()
-        }
+        try:
+            return {
+                name: np.empty(plane.memory_shape(layers, tokens), plane.memory_dtype)
+                for name, (layers, plane) in self.planes().items()
+            }
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
+            raise Damaged(f"no memory for {tokens} tokens of the layout") from error
 
     def check(self, rows: Rows, tokens: int) -> None:
         """Raise `Damaged` unless `rows` are exactly this layout's planes for `tokens` tokens."""
@@ -145,19 +164,19 @@ def layout_to_json(layout: Layout) -> list[dict[str, Any]]:
 
 
 def layout_from_json(value: Any) -> Layout:
-    """Inverse of `layout_to_json`; raises `Damaged` for anything else."""
+    """Inverse of `layout_to_json`, source types aside; raises `Damaged` for anything else."""
     try:
         return Layout(
             groups=tuple(
                 Group(
-                    name=str(g["group"]),
-                    layers=int(g["layers"]),
+                    name=_typed(g["group"], str),
+                    layers=_typed(g["layers"], int),
                     planes=tuple(
                         Plane(
-                            name=str(p["plane"]),
-                            kind=str(p["kind"]),
-                            dtype=str(p["dtype"]),
-                            row=tuple(int(n) for n in p["row"]),
+                            name=_typed(p["plane"], str),
+                            kind=_typed(p["kind"], str),
+                            dtype=_typed(p["dtype"], str),
+                            row=tuple(_typed(n, int) for n in _typed(p["row"], list)),
                         )
                         for p in g["planes"]
                     ),
@@ -165,5 +184,19 @@ def layout_from_json(value: Any) -> Layout:
                 for g in value
             )
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"the layout in the identity cannot be read: {error!r}") from error
+    except (KeyError, TypeError) as error:
+        raise Damaged("the layout in the identity cannot be read") from error
+
+
+_T = TypeVar("_T", str, int, list)
+
+
+def _typed(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:  # not isinstance: True is an int
+        raise TypeError
+    return value
+
+
+def _check_name(name: str) -> None:
+    if not name or "." in name:  # `GROUP.PLANE` must say which is which
+        raise Damaged(f"{reprlib.repr(name)} cannot name a group or a plane")

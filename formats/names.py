@@ -43,6 +43,8 @@ def token_array(token_ids: Sequence[int] | NDArray[Any]) -> TokenIds:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError as error:
             raise BadTokenIds("a token id is outside 0..2^32-1") from error
+        except (TypeError, ValueError) as error:  # bytes, a set: integers, but not a list of them
+            raise BadTokenIds("token ids must be one flat list") from error
         if wide.ndim != 1:
             raise BadTokenIds("token ids must be one flat list")
     if wide.size and (int(wide.min()) < 0 or int(wide.max()) > 2**32 - 1):

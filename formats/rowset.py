@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -38,7 +39,7 @@ def decode_rows(
         codec.decode(plane, {key[len(name) :]: tensors[key] for key in own}, out[name])
         left -= own
     if left:
-        raise Damaged(f"tensors that the layout does not have: {sorted(left)}")
+        raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
 
 
 def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> str:

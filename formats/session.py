@@ -7,6 +7,7 @@ replaced as a whole; `revision` counts the saves. See docs/format.md, section "S
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +93,7 @@ class SessionFile:
             rows = layout.empty(self.record.tail_tokens)
             decode_rows(self.codec, layout, self.tensors, rows)
         elif self.tensors:
-            raise Damaged(f"tensors without a tail: {sorted(self.tensors)}")
+            raise Damaged(f"tensors without a tail: {reprlib.repr(sorted(self.tensors))}")
         if content_digest(self.record.fields(), _ids(self.record), rows) != self.content:
             raise Damaged("the content digest differs: the rows are not the ones that were saved")
         return rows
@@ -166,7 +167,9 @@ def parse_session(buffer: memoryview) -> SessionFile:
 
 
 def _notes(record: SessionRecord) -> str:
-    return json.dumps(record.notes, sort_keys=True, separators=(",", ":"))
+    """The notes as they read back: a number that is a key is text there, and sorts as text."""
+    notes = json.loads(json.dumps(record.notes))
+    return json.dumps(notes, sort_keys=True, separators=(",", ":"))
 
 
 def _talk_digest(record: SessionRecord) -> str:

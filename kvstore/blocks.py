@@ -24,6 +24,8 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place, write_settings
 
+_SCRATCH = files.Scratch()
+
 
 class Miss(Exception):
     """This block cannot be used. `reason` is one line; the engine computes instead."""
@@ -141,9 +143,10 @@ class Blocks:
             return  # remembered above; the caller's read goes on without the block
 
     def _load(self, root: Root, wanted: Wanted) -> BlockFile:
+        """The block over this thread's scratch buffer: decode it before the next one is read."""
         path = self.place.block(wanted.name)
         try:
-            buffer = files.read_whole(path)
+            buffer = files.read_whole(path, _SCRATCH)
             check_file_digest(buffer)
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)

@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,8 +78,22 @@ def write_temporary(folder: Path, packed: Packed) -> Path:
     return path
 
 
-def read_whole(path: Path) -> memoryview:
-    """A file's bytes in a fresh buffer, never a mapping: a mapped file can change under an engine.
+class Scratch(threading.local):
+    """One growing buffer a thread. Fresh memory for each block costs a page fault every 4 KiB:
+    reading 1,500 tokens took 15 ms into fresh buffers, 4 ms into this one."""
+
+    buffer: np.ndarray = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self.buffer):
+            self.buffer = np.empty(size + size // 8, np.uint8)
+        return self.buffer.data.cast("B")[:size]
+
+
+def read_whole(path: Path, scratch: Scratch | None = None) -> memoryview:
+    """A file's bytes in a buffer, never a mapping: a mapped file can change under an engine.
+
+    The buffer is fresh, or the thread's scratch, which the next read overwrites.
 
     Raises FileNotFoundError, PermissionError and OSError as they come, and `Damaged` for what is
     no regular file or changes its length meanwhile.
@@ -93,7 +108,8 @@ def read_whole(path: Path) -> memoryview:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise Damaged("something that is no regular file stands in the file's place")
-        buffer = np.empty(status.st_size, np.uint8).data.cast("B")
+        size = status.st_size
+        buffer = scratch.take(size) if scratch else np.empty(size, np.uint8).data.cast("B")
         at = 0
         while at < len(buffer):
             count = os.readv(handle, [buffer[at:]])

@@ -54,7 +54,7 @@ class Session:
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
         self._written = _Written()
-        self._problems: list[str] = []
+        self._problems: list[str]
         self.stored = self._load()
         self._revision = self.stored.record.revision if self.stored else 0
 
@@ -147,6 +147,7 @@ class Session:
             self._revision = self.store.sessions.save(
                 record, self.codec, self.layout, tail, self._revision
             ).revision
+            self.stored = self._load()  # its tail and its pin are this session's from now on
         written, self._written = self._written, _Written()
         return SaveReport(
             session=self.name,
@@ -161,6 +162,7 @@ class Session:
         )
 
     def _load(self) -> SessionFile | None:
+        self._problems = []
         if self.name is None:
             return None
         try:

@@ -81,7 +81,7 @@ def command(
     """Restore SESSION (or a new prompt's stored prefix) and continue it.
 
     With SESSION the prompt is its next user turn (chat) or appended text (raw); without one it
-    goes on generating. The sampler's state is not part of a session, its token history is.
+    goes on generating. The sampler's state (its random numbers) is not part of a session.
     """
     from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
     from kvsnap.cli.progress import bar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from importlib import import_module
 
 from kvsnap.formats.codecs.base import Codec
@@ -22,7 +23,7 @@ def get_codec(codec_id: str) -> Codec:
         module, _, name = CODECS[codec_id].partition(":")
     except KeyError:
         raise Unsupported(
-            f"codec {codec_id!r} is not known to this version of kvsnap",
+            f"codec {reprlib.repr(codec_id)} is not known to this version of kvsnap",
             f"known codecs: {', '.join(sorted(CODECS))}",
         ) from None
     codec: Codec = getattr(import_module(module), name)()

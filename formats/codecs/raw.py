@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,7 +24,9 @@ class Raw(Codec):
         tensor = stored.get("")
         tokens = out.shape[1] if plane.can_cut else 0
         if tensor is None or len(stored) != 1:
-            raise Damaged(f"codec raw stores one tensor a plane, not {sorted(stored)}")
+            raise Damaged(
+                f"codec raw stores one tensor a plane, not {reprlib.repr(sorted(stored))}"
+            )
         if tensor.dtype != plane.dtype or tensor.shape != plane.file_shape(out.shape[0], tokens):
             raise Damaged(f"plane {plane.name} is {tensor.dtype} {tensor.shape} in the file")
         out[...] = np.frombuffer(tensor.data, plane.memory_dtype).reshape(out.shape)

@@ -10,6 +10,7 @@ equal to the decoded one means raw, a shorter one means a zstd frame.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,31 +29,31 @@ class Zstd(Codec):
     id = "zstd"
 
     def encode(self, plane: Plane, rows: Array) -> dict[str, Tensor]:
-        split = rows.view(np.uint8).reshape(-1, _planes(plane))
-        high = split.shape[1] - 1
+        count = _planes(plane)
         stored: dict[str, Tensor] = {}
-        for number in range(split.shape[1]):
-            data: Any = np.ascontiguousarray(split[:, number])
-            # The low byte of a float does not compress (f16: 7.99 bits an item); rows of ggml's
-            # quantized types are one plane and are tried.
-            if number == high or (plane.itemsize > 2 and number == high - 1):
+        for number in range(count):
+            data: Any = rows if count == 1 else (rows >> (8 * number)).astype(np.uint8)
+            # The low bytes of a float do not compress (f16: 7.99 bits of 8). Rows of ggml's
+            # quantized types are one plane, and tried.
+            if number == count - 1 or number > 1:
                 frame = zstandard.ZstdCompressor(level=LEVEL).compress(data)
-                data = frame if len(frame) < data.nbytes else data
+                data = frame if len(frame) < rows.nbytes // count else data
             stored[f".b{number}"] = Tensor("U8", (memoryview(data).nbytes,), data)
         return stored
 
     def decode(self, plane: Plane, stored: Mapping[str, Tensor], out: Array) -> None:
         count = _planes(plane)
         if sorted(stored) != [f".b{number}" for number in range(count)]:
-            raise Damaged(f"codec zstd stores {count} byte planes, not {sorted(stored)}")
-        items = math.prod(out.shape) * out.itemsize // count
-        planes = [_plane_bytes(stored[f".b{number}"], items) for number in range(count)]
-        if count == 1:
-            out[...] = planes[0].view(plane.memory_dtype).reshape(out.shape)
-            return
-        joined = np.empty((items, count), np.uint8)
-        for number, data in enumerate(planes):
-            joined[:, number] = data
+            raise Damaged(
+                f"codec zstd stores {count} byte planes, not {reprlib.repr(sorted(stored))}"
+            )
+        size = math.prod(out.shape) * out.itemsize // count
+        planes = [_plane_bytes(stored[f".b{number}"], size) for number in range(count)]
+        # Shift and or in the element's own type: 3x faster than storing every second byte.
+        joined = planes[-1] if count == 1 else planes[-1].astype(plane.memory_dtype)
+        for data in reversed(planes[:-1]):
+            joined <<= 8
+            joined |= data
         out[...] = joined.view(plane.memory_dtype).reshape(out.shape)
 
 
@@ -71,7 +72,8 @@ def _plane_bytes(tensor: Tensor, size: int) -> Array:
         # allocate.
         if zstandard.frame_content_size(stored) != size:
             raise Damaged(f"a compressed plane does not decode to {size} bytes")
-        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
+        decompressor = zstandard.ZstdDecompressor()
+        data = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Damaged(f"a compressed plane cannot be decoded: {error}") from error
     if len(data) != size:

@@ -33,5 +33,5 @@ class TextEngine(Engine):
     def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:
         """New tokens after `token_ids`, of which the engine may hold any prefix; 0.0 is greedy.
 
-        Token history goes to the sampler. Ends by itself at an end-of-generation token, which is
+        The sampler starts afresh: its state is not part of a session. Ends by itself at an end-of-generation token, which is
         not yielded."""

@@ -1,0 +1,49 @@
+"""Write the generated part of docs/cli.md: the help of every command, 80 columns wide.
+
+`python docs/generate_cli.py` rewrites everything below the marker; what stands above it is written
+by hand. tests/docs/test_cli_page.py fails where the page and the commands differ.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvsnap.cli.main import COMMANDS, cli
+
+PAGE = Path(__file__).with_name("cli.md")
+MARKER = "<!-- Everything below is written by docs/generate_cli.py. -->\n"
+WIDTH = 80
+
+
+def generated() -> str:
+    """Help of `kvsnap` and of each command, as it is on a terminal of 80 columns."""
+    sections = [_section("kvsnap", cli, None)]
+    with click.Context(cli, info_name="kvsnap", **cli.context_settings) as parent:
+        for name in sorted(COMMANDS):
+            command = cli.get_command(parent, name)
+            assert command is not None
+            sections.append(_section(f"kvsnap {name}", command, parent))
+    return "\n".join(sections)
+
+
+def page(current: str) -> str:
+    """The whole page: the hand-written head of `current`, and the generated part anew."""
+    head, marker, _ = current.partition(MARKER)
+    if not marker:
+        raise ValueError(f"{PAGE.name} has no line: {MARKER}")
+    return f"{head}{MARKER}\n{generated()}"
+
+
+def _section(title: str, command: click.Command, parent: click.Context | None) -> str:
+    name = title.rpartition(" ")[2]
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(command, parent=parent, info_name=name, **settings)
+    lines = command.get_help(context).splitlines()
+    text = "\n".join(line.rstrip() for line in lines)
+    return f"### {title}\n\n```text\n{text}\n```\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

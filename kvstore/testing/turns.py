@@ -1,0 +1,53 @@
+"""One turn of a conversation, as every application has it: resume, compute the rest, save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.engines.base import Engine
+from kvsnap.formats.codecs import DEFAULT_CODEC
+from kvsnap.formats.names import TokenIds, token_array
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.reports import ResumeReport, SaveReport
+from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.store import Store
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the two reports said; `computed` is what the engine really evaluated meanwhile."""
+
+    session: Session
+    resumed: ResumeReport
+    saved: SaveReport | None
+    computed: int
+
+
+def turn(
+    store: Store,
+    engine: Engine,
+    token_ids: Sequence[int] | TokenIds,
+    name: str | None = None,
+    *,
+    tenant: Tenant | None = None,
+    codec: str = DEFAULT_CODEC,
+    save: bool = True,
+) -> Turn:
+    """Bring `token_ids` into the engine, from the store as far as it goes; then save."""
+    ids = token_array(token_ids)
+    session = Session(store, engine, name, tenant=tenant, codec=codec)
+    before = engine.evaluated
+    resumed = session.resume(ids)
+    engine.evaluate(ids[resumed.reused_tokens :])
+    saved = session.save() if save else None
+    return Turn(session, resumed, saved, engine.evaluated - before)
+
+
+def some_ids(count: int, seed: int = 0, vocabulary: int = 500) -> TokenIds:
+    """Token ids that look random and are the same in every process."""
+    return np.random.Generator(np.random.PCG64(seed)).integers(
+        0, vocabulary, count, dtype=np.uint32
+    )

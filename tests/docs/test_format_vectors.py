@@ -1,0 +1,205 @@
+"""docs/format.md: its vectors, computed again from the text alone with blake3, json and struct."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors
+from blake3 import blake3
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"<!-- vector: ([a-z-]+) -->\n```[a-z]*\n(.*?)```", PAGE, re.DOTALL))
+ZERO = bytes(32)
+
+
+def _table(name: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in BLOCKS[name].splitlines())
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _ids(ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _name(root: bytes, parent: bytes, ids: list[int]) -> bytes:
+    return blake3(parent + struct.pack("<I", len(ids)) + _ids(ids), key=root).digest()
+
+
+def _rows(tokens: int, first: int) -> bytes:
+    """One layer, one head of two elements: K counts from 0x3c00 + first, V from 0x4000 + first."""
+    counts = range(first, first + tokens * 2)
+    return b"".join(struct.pack("<H", at + n) for at in (0x3C00, 0x4000) for n in counts)
+
+
+def _content(fields: dict[str, str], ids: list[int], tokens: int, rows: bytes) -> str:
+    shapes = {"full.k": ["uint16", 1, tokens, 2], "full.v": ["uint16", 1, tokens, 2]}
+    record = _canonical([fields, shapes])
+    return blake3(struct.pack("<I", len(record)) + record + _ids(ids) + rows).hexdigest()
+
+
+IDENTITY = BLOCKS["identity"].rstrip("\n")
+ROOT = blake3(IDENTITY.encode()).digest()
+ROOT_ID = blake3(ROOT, derive_key_context="kvsnap root id").hexdigest()
+IDS: list[int] = json.loads(_table("names")["token_ids"])
+NAMES = [_name(ROOT, ZERO, IDS[:4])]
+NAMES.append(_name(ROOT, NAMES[0], IDS[4:8]))
+FIELDS = {
+    "extras": "",
+    "fidelity": "exact",
+    "kind": "block",
+    "name": NAMES[0].hex(),
+    "parent": ZERO.hex(),
+    "root_id": ROOT_ID,
+    "start": "0",
+}
+
+
+def _file(metadata: dict[str, str], tensors: list[tuple[str, str, list[int], bytes]]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {**metadata, "file": "0" * 64}}
+    at = 0
+    for name, dtype, shape, data in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = _canonical(header)
+    text += b" " * (-(8 + len(text)) % 64)
+    whole = struct.pack("<Q", len(text)) + text + b"".join(data for *_, data in tensors)
+    digest = blake3(whole).hexdigest().encode()
+    return whole.replace(b'"file":"' + b"0" * 64, b'"file":"' + digest)
+
+
+def test_the_identity_is_canonical_json():
+    assert _canonical(json.loads(IDENTITY)).decode() == IDENTITY
+
+
+def test_root_and_root_id_follow_from_the_identity():
+    assert _table("root") == {"root": ROOT.hex(), "root_id": ROOT_ID}
+
+
+def test_names_follow_from_the_messages_that_the_page_spells_out():
+    table = _table("names")
+    assert table["message_0"] == (ZERO + b"\4\0\0\0" + _ids(IDS[:4])).hex()
+    assert table["message_1"] == (NAMES[0] + b"\4\0\0\0" + _ids(IDS[4:8])).hex()
+    for number in range(2):
+        message = bytes.fromhex(table[f"message_{number}"])
+        assert blake3(message, key=ROOT).hexdigest() == table[f"name_{number}"]
+
+
+def test_a_tenants_key_changes_root_id_and_names():
+    table = _table("tenant")
+    key = bytes.fromhex(table["key"])
+    naming = blake3(key, derive_key_context="kvsnap naming key").digest()
+    root = blake3(IDENTITY.encode(), key=naming).digest()
+    assert table["tenant_id"] == blake3(key, derive_key_context="kvsnap tenant id").hexdigest()
+    assert table["root_id"] == blake3(root, derive_key_context="kvsnap root id").hexdigest()
+    assert table["name_0"] == _name(root, ZERO, IDS[:4]).hex()
+
+
+def test_an_extra_is_two_length_prefixed_strings():
+    table = _table("extra")
+    tag, payload = table["tag"].encode(), bytes.fromhex(table["payload"])
+    record = struct.pack("<I", len(tag)) + tag + struct.pack("<I", len(payload)) + payload
+    assert table["record"] == record.hex()
+
+
+def _dumped() -> bytes:
+    return b"".join(bytes.fromhex(line[6:77].strip()) for line in BLOCKS["block"].splitlines())
+
+
+def test_the_dumped_block_file_follows_from_the_specification():
+    rows = _rows(4, 0)
+    metadata = {
+        **FIELDS,
+        "codec": "raw",
+        "content": _content(FIELDS, IDS[:4], 4, rows),
+        "identity": IDENTITY,
+        "kvsnap": "0",
+    }
+    tensors = [
+        ("token_ids", "U32", [4], _ids(IDS[:4])),
+        ("full.k", "F16", [1, 4, 1, 2], rows[:16]),
+        ("full.v", "F16", [1, 4, 1, 2], rows[16:]),
+    ]
+    assert _dumped() == _file(metadata, tensors)
+
+
+def test_the_safetensors_library_opens_the_dumped_file(tmp_path):
+    path = tmp_path / "block.safetensors"
+    path.write_bytes(_dumped())
+    with safetensors.safe_open(path, framework="np") as file:
+        assert file.metadata()["name"] == NAMES[0].hex()
+        assert file.get_tensor("token_ids").tolist() == IDS[:4]
+
+
+def test_zstd_splits_elements_by_byte_and_keeps_the_content_digest():
+    table, rows = _table("block-zstd"), _rows(4, 0)
+    for plane, data in (("k", rows[:16]), ("v", rows[16:])):
+        for number in range(2):
+            assert table[f"full.{plane}.b{number}"] == data[number::2].hex()
+    assert table["content"] == _content(FIELDS, IDS[:4], 4, rows)
+
+
+def test_the_session_file_follows_from_the_specification():
+    table, rows = _table("session"), _rows(1, 16)
+    fields = {
+        "block_size": "4",
+        "fidelity": "exact",
+        "kind": "session",
+        "name": "support",
+        "pinned": "0",
+        "revision": "1",
+        "root_id": ROOT_ID,
+        "tenant_id": "default",
+    }
+    content = _content(fields, IDS, 1, rows)
+    record = _canonical([fields, IDENTITY, table["notes"]])
+    chain = b"".join(NAMES)
+    talk = blake3(struct.pack("<I", len(record)) + record + chain + _ids(IDS)).hexdigest()
+    assert (table["content"], table["talk"]) == (content, talk)
+    metadata = {
+        **fields,
+        "codec": "raw",
+        "content": content,
+        "identity": IDENTITY,
+        "kvsnap": "0",
+        "notes": table["notes"],
+        "talk": talk,
+    }
+    tensors = [
+        ("token_ids", "U32", [9], _ids(IDS)),
+        ("chain", "U8", [2, 32], chain),
+        ("full.k", "F16", [1, 1, 1, 2], rows[:4]),
+        ("full.v", "F16", [1, 1, 1, 2], rows[4:]),
+    ]
+    assert f'"file":"{table["file"]}"'.encode() in _file(metadata, tensors)
+
+
+def test_session_file_names_escape_as_the_page_says():
+    for line in BLOCKS["session-names"].splitlines():
+        name, file_name = line.rsplit(maxsplit=1)
+        raw = name.strip().encode() if "times" not in name else b"x" * 201
+        plain = re.compile(rb"[a-z0-9_.-]")
+        parts = [chr(b) if plain.match(bytes([b])) else f"%{b:02x}" for b in raw]
+        device = re.match(rb"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)", raw)
+        if raw.startswith(b".") or device:
+            parts[0] = f"%{raw[0]:02x}"
+        if parts[-1] == ".":
+            parts[-1] = "%2e"
+        escaped = "".join(parts)
+        if len(escaped) > 200:
+            escaped = "%~" + blake3(raw).hexdigest()
+        assert file_name == escaped + ".safetensors"
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_the_code_still_gives_the_vectors_of_the_page(name):
+    made = runpy.run_path(str(Path(__file__).with_name("format_vectors.py")))["vectors"]()
+    assert made[name] == BLOCKS[name]
+    assert made.keys() == BLOCKS.keys()
