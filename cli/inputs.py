@@ -14,7 +14,7 @@ from kvsnap.formats.errors import NotFound, UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SOURCE = [
-    click.option("--prompt", metavar="TEXT", help="The prompt, or a chat's next user turn."),
+    click.option("--prompt", metavar="TEXT", help="A prompt; with SESSION its next turn."),
     click.option(
         "--prompt-file",
         metavar="F",
@@ -53,7 +53,7 @@ _ENGINE = [
         "--ctx",
         metavar="N",
         type=click.IntRange(min=1),
-        help="Context length. Default: what prompt and --max-tokens need.",
+        help="Context length. Default: what the work needs, at most the trained length.",
     ),
     click.option(
         "--threads", metavar="N", type=click.IntRange(min=1), help="Default: the physical cores."

@@ -38,6 +38,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"kvsnap.cli.commands.{cmd_name}").command
+        if not any(option.name == "json" for option in command.params):
+            command.params += global_options(hidden=True)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -45,31 +47,52 @@ class LazyGroup(click.Group):
             formatter.write_dl(sorted(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--store",
-    metavar="PATH",
-    envvar="KVSNAP_STORE",
-    help="Folder of the store (or KVSNAP_STORE). Default: the user's cache folder.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Data as JSON on stdout.")
-@click.option("--quiet", "-q", is_flag=True, help="No talk on stderr but warnings and errors.")
-@click.option("--verbose", "-v", is_flag=True, help="More detail on stderr.")
-@click.version_option(package_name="kvsnap")
-@click.pass_context
-def cli(ctx: click.Context, store: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Keep filled KV-cache blocks on disk and resume conversations without prefill.
+def _set(ctx: click.Context, option: click.Parameter, value: object) -> None:
+    """Global options are taken before and after the command's name alike."""
+    if value:
+        assert option.name is not None
+        ctx.ensure_object(App).settings[option.name] = value
 
-    Exit codes: 0 done, 1 it did not work, 2 usage, 3 partly done, 130 interrupted.
-    """
-    ctx.obj = App(store, Output(as_json=as_json, quiet=quiet, verbose=verbose))
+
+def global_options(hidden: bool) -> list[click.Option]:
+    """Fresh option objects, for the group (shown) and for each command (hidden)."""
+    return [
+        click.Option(
+            ["--store"],
+            metavar="PATH",
+            envvar=None if hidden else "KVSNAP_STORE",
+            help="Folder of the store (or KVSNAP_STORE). Default: the user's cache folder.",
+            expose_value=False,
+            callback=_set,
+            hidden=hidden,
+        ),
+        *(
+            click.Option(
+                names, is_flag=True, help=text, expose_value=False, callback=_set, hidden=hidden
+            )
+            for names, text in (
+                (["--json"], "Data as JSON on stdout."),
+                (["--quiet", "-q"], "No talk on stderr but warnings and errors."),
+                (["--verbose", "-v"], "More detail on stderr."),
+            )
+        ),
+    ]
 
 
 class App:
     """What every command gets: the sink, and the store on demand."""
 
-    def __init__(self, store_path: str | None, out: Output) -> None:
-        self.store_path, self.out = store_path, out
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+
+    @property
+    def out(self) -> Output:
+        given = self.settings
+        return Output(as_json="json" in given, quiet="quiet" in given, verbose="verbose" in given)
+
+    @property
+    def store_path(self) -> str | None:
+        return self.settings.get("store")
 
     def store(self) -> Any:
         from kvsnap.kvstore.store import Store
@@ -78,6 +101,22 @@ class App:
         if store.problem:
             self.out.warn(store.problem)
         return store
+
+
+@click.group(
+    cls=LazyGroup,
+    params=global_options(hidden=False),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="kvsnap")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Keep filled KV-cache blocks on disk and resume conversations without prefill.
+
+    The options below may also stand after the command. Exit codes: 0 done, 1 it did not work,
+    2 usage, 3 partly done, 130 interrupted.
+    """
+    ctx.ensure_object(App)
 
 
 def main(arguments: list[str] | None = None) -> None:

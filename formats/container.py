@@ -4,7 +4,7 @@
 
 Data starts at a multiple of 64 bytes. `__metadata__` holds strings only; its `file` field is the
 BLAKE3 digest of the whole file with that field's 64 characters set to "0". Any safetensors reader
-opens the result; this reader takes only what `pack` could have written.
+opens the result. This reader takes less than those do: no duplicate keys, no holes, bounded lengths.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parse(buffer: memoryview) -> Container:
 def header_size(first_bytes: bytes) -> int:
     """How many bytes prefix and header take, from the first 8 bytes of a file."""
     if len(first_bytes) < _LENGTH.size:
-        raise Damaged(f"the file is {len(first_bytes)} bytes short of even a header length")
+        raise Damaged(f"the file has {len(first_bytes)} bytes, not even a header length")
     size: int = _LENGTH.unpack_from(first_bytes)[0]
     if size > MAX_HEADER:
         raise Damaged(f"the header claims {size} bytes, more than any kvsnap file has")

@@ -5,12 +5,13 @@ KvsnapError                 it did not work                                     
 │   └── BadTokenIds         token ids that are not integers in 0..2^32-1
 ├── Damaged                 bytes are not what they claim to be (on the read path: a miss)
 ├── Unsupported             something kvsnap knows by name and does not handle
-├── IdentityMismatch        KV of another model, setting or tenant
 ├── NotFound                no such session, block or model
 ├── StoreError              the store's folder does not do what was asked
 │   ├── StoreFull           no space left
-│   └── StoreReadOnly       nothing can be written there
+│   ├── StoreReadOnly       nothing can be written there
+│   └── IndexDamaged        the index was damaged and thrown away; the next use builds it anew
 ├── EngineError             the engine did not do what was asked
+├── DoesNotFit              more tokens than the engine's context holds
 └── PartlyDone              some of it worked, and what did is kept                   exit 3
     └── SessionMoved        a session changed meanwhile; this one was stored beside it
 """
@@ -61,6 +62,10 @@ class StoreFull(StoreError):
 
 class StoreReadOnly(StoreError):
     """Nothing can be written to the store. What it holds can still be read."""
+
+
+class IndexDamaged(StoreError):
+    """The index was damaged and has been thrown away; the next use builds it anew."""
 
 
 class EngineError(KvsnapError):

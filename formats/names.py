@@ -19,6 +19,7 @@ from kvsnap.formats.errors import BadTokenIds
 TokenIds = NDArray[np.uint32]
 ZERO_PARENT = bytes(32)
 STATE_TAG = "state"
+_EXAMPLE = "give ids as the model's tokenizer gives them, e.g. [1, 504, 2365]"
 _COUNT = struct.Struct("<I")
 
 
@@ -38,17 +39,17 @@ def token_array(token_ids: Sequence[int] | NDArray[Any]) -> TokenIds:
         kinds = set(map(type, token_ids))
         for kind in kinds:
             if kind is bool or not issubclass(kind, int | np.integer):
-                raise BadTokenIds(f"token ids must be integers, not {kind.__name__}")
+                raise BadTokenIds(f"token ids must be integers, not {kind.__name__}", _EXAMPLE)
         try:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError as error:
-            raise BadTokenIds("a token id is outside 0..2^32-1") from error
+            raise BadTokenIds("a token id is outside 0..2^32-1", _EXAMPLE) from error
         except (TypeError, ValueError) as error:  # bytes, a set: integers, but not a list of them
-            raise BadTokenIds("token ids must be one flat list") from error
+            raise BadTokenIds("token ids must be one flat list", _EXAMPLE) from error
         if wide.ndim != 1:
-            raise BadTokenIds("token ids must be one flat list")
+            raise BadTokenIds("token ids must be one flat list", _EXAMPLE)
     if wide.size and (int(wide.min()) < 0 or int(wide.max()) > 2**32 - 1):
-        raise BadTokenIds("a token id is outside 0..2^32-1")
+        raise BadTokenIds("a token id is outside 0..2^32-1", _EXAMPLE)
     return wide.astype(np.uint32)
 
 

@@ -88,7 +88,7 @@ def _index(store: Store) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{abs(count - rows)} block files and rows do not match",
-            "delete index.sqlite3 (it is built anew), then run kvsnap verify",
+            "delete index.sqlite3* (it is built anew), then run kvsnap verify",
         )
     if lost:
         yield Finding("note", f"{lost} blocks were damaged or missing", "kvsnap verify lists them")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.formats.block import BlockRecord
-from kvsnap.formats.errors import Damaged, StoreError, StoreFull, StoreReadOnly
+from kvsnap.formats.errors import Damaged, IndexDamaged, StoreError, StoreFull, StoreReadOnly
 from kvsnap.formats.names import ZERO_PARENT, TokenIds
 
 INDEX_VERSION = 1
@@ -44,17 +44,35 @@ CREATE TABLE blocks(
 CREATE INDEX children ON blocks(root, parent, tokens);
 CREATE INDEX parents ON blocks(parent);
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-INSERT INTO counters VALUES ('requests', 0), ('reused_tokens', 0), ('computed_tokens', 0);
+INSERT INTO counters VALUES ('clock', 0), ('requests', 0), ('reused_tokens', 0), ('computed_tokens', 0);
 CREATE TABLE weights(
   path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL);
 """
 _TRY_AGAIN = "run the command again: the index is built anew from the files"
+_NO_DAMAGE = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_AUTH,
+}
+"""What SQLite reports of its surroundings; all else (a missing table too) tells of its content."""
 _DESCENDANTS = """
 WITH RECURSIVE below(id) AS (
   SELECT id FROM blocks WHERE parent = :id {only}
   UNION ALL SELECT b.id FROM blocks b JOIN below ON b.parent = below.id {only_b})
 UPDATE blocks SET reachable = :reachable WHERE id IN below
 """
+
+
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""A damaged schema makes error messages that Python's layer fails to decode."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +111,8 @@ class Index:
         """A damaged index stands where it cannot be removed: pass it over."""
 
     def find(self, name: bytes) -> Row | None:
-        found = self.query(f"SELECT {_ROW} FROM blocks WHERE name = ?", [name])
-        return _row(found[0]) if found else None
+        found = self._rows(f"SELECT {_ROW} FROM blocks WHERE name = ?", [name])
+        return found[0] if found else None
 
     def is_reachable(self, name: bytes) -> bool:
         return bool(self.query("SELECT 1 FROM blocks WHERE name = ? AND reachable = 1", [name]))
@@ -110,12 +128,14 @@ class Index:
         where = f"SELECT {_ROW} FROM blocks WHERE root = ? AND parent IS ? AND reachable = 1"
         after = f"{where} AND tokens >= ? ORDER BY tokens LIMIT 1"
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
-        found = self.query(after, [*keys[0], tokens]) + self.query(before, [*keys[0], tokens])
-        return [_row(row) for row in found]
+        return self._rows(after, [*keys[0], tokens]) + self._rows(before, [*keys[0], tokens])
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """`BEGIN IMMEDIATE` … commit; rolled back on any error. Nothing slow belongs inside."""
+        """`BEGIN IMMEDIATE` … commit; rolled back on any error. Nothing slow belongs inside.
+
+        Raises `IndexDamaged` where that shows: try again, once.
+        """
         if not os.access(self.path.parent, os.W_OK):
             raise StoreReadOnly(
                 f"cannot write to the store in {self.path.parent}",
@@ -123,13 +143,15 @@ class Index:
             )
         connection = self._connection(for_writing=True)
         with _sqlite_errors(self.path):
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
+                if isinstance(error, _ERRORS) and _is_damage(error):
+                    self._discard()
                 raise
 
     def insert(
@@ -164,7 +186,7 @@ class Index:
                 big_endian(record.token_ids),
                 size,
                 codec,
-                _counter(db, "requests"),
+                _counter(db, "clock"),
                 int(synced),
                 int(reachable),
             ),
@@ -183,12 +205,17 @@ class Index:
     def used(self, deepest: bytes | None, reused: int, computed: int) -> None:
         """Count one request; recency of a whole chain is that of its deepest block."""
         with self.transaction() as db:
-            amounts = {"requests": 1, "reused_tokens": reused, "computed_tokens": computed}
+            amounts = {
+                "clock": 1,
+                "requests": 1,
+                "reused_tokens": reused,
+                "computed_tokens": computed,
+            }
             for key, amount in amounts.items():
                 db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, key))
             if deepest is not None:
                 db.execute(
-                    "UPDATE blocks SET used = ? WHERE name = ?", (_counter(db, "requests"), deepest)
+                    "UPDATE blocks SET used = ? WHERE name = ?", (_counter(db, "clock"), deepest)
                 )
 
     def correct_size(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
@@ -204,11 +231,19 @@ class Index:
         with _sqlite_errors(self.path):
             try:
                 return self._connection().execute(sql, values).fetchall()
-            except sqlite3.OperationalError:
-                raise
-            except sqlite3.DatabaseError:
+            except _ERRORS as error:
+                if not _is_damage(error):
+                    raise
                 self._discard()
                 return self._connection().execute(sql, values).fetchall()
+
+    def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
+        """Rows of blocks; a row that cannot be one is damage like any other."""
+        try:
+            return [_row(found) for found in self.query(sql, values)]
+        except Damaged:
+            self._discard()
+            return [_row(found) for found in self.query(sql, values)]
 
     def close(self) -> None:
         connection = getattr(self._local, "connection", None)
@@ -235,9 +270,9 @@ class Index:
         with _sqlite_errors(self.path):
             try:
                 connection = self._open(writable)
-            except sqlite3.OperationalError:
-                raise
-            except sqlite3.DatabaseError:
+            except _ERRORS as error:
+                if not _is_damage(error):
+                    raise
                 self._discard()
                 connection = self._open(writable)
         local.connection, local.file = connection, _file_key(self.path)
@@ -302,11 +337,19 @@ def set_reachable_below(db: sqlite3.Connection, name: bytes, reachable: bool) ->
 
 def _row(found: tuple) -> Row:
     name, start, tokens, size, synced, reachable, lost = found
+    if [type(value) for value in found[:4]] != [bytes, int, bytes, int]:
+        raise Damaged("a row of the index has values of other types")
+    impossible = lost is not None and (reachable or not isinstance(lost, str))
+    if len(name) != 32 or len(tokens) % 4 or impossible:
+        raise Damaged("a row of the index has impossible values")
     return Row(name, start, tokens, size, bool(synced), bool(reachable), lost)
 
 
 def _counter(db: sqlite3.Connection, name: str) -> int:
-    value: int = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0]
+    found = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+    if found is None or type(found[0]) is not int:
+        raise sqlite3.DatabaseError(f"the counter {name} is missing")
+    value: int = found[0]
     return value
 
 
@@ -339,11 +382,20 @@ def _file_key(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+def _is_damage(error: Exception) -> bool:
+    if isinstance(error, sqlite3.ProgrammingError):
+        return False
+    code = getattr(error, "sqlite_errorcode", None)  # absent where Python's own layer raised
+    return code is None or code & 0xFF not in _NO_DAMAGE
+
+
 @contextlib.contextmanager
 def _sqlite_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.OperationalError as error:
+    except _ERRORS as error:
+        if _is_damage(error):
+            raise IndexDamaged(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error
         if "full" in str(error) or "disk I/O" in str(error):
             raise StoreFull(
                 f"no space left for the store in {path.parent}",
@@ -355,5 +407,3 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
                 "check the folder's owner and mode, or point --store elsewhere",
             ) from error
         raise StoreError(f"the index {path} cannot be used: {error}", _TRY_AGAIN) from error
-    except sqlite3.DatabaseError as error:
-        raise StoreError(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error

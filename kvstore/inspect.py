@@ -47,14 +47,18 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
 def describe_block(store: Store, prefix: str) -> dict[str, Any]:
     """A block by (a unique beginning of) its name. Raises `NotFound`, or `UsageError` if not one."""
     if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
-        raise NotFound(f"no session or block {prefix!r}", "kvsnap ls shows the sessions there")
+        raise NotFound(
+            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
+        )
     low = bytes.fromhex(prefix.ljust(64, "0"))
     high = bytes.fromhex(prefix.ljust(64, "f"))
     rows = store.index.query(
         "SELECT name, lost, reachable FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2", [low, high]
     )
     if not rows:
-        raise NotFound(f"no session or block {prefix!r}", "kvsnap ls shows the sessions there")
+        raise NotFound(
+            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
+        )
     if len(rows) > 1:
         raise UsageError(f"several blocks begin with {prefix}", "give more of the name")
     name, lost, reachable = rows[0]

@@ -24,6 +24,8 @@ class Place:
     """The folders of one store. Nothing is created before something is written."""
 
     root: Path
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """What kvsnap.json gets where it has to be written."""
 
     @property
     def blocks(self) -> Path:
@@ -98,8 +100,9 @@ class Settings:
 def read_settings(place: Place) -> Settings:
     """Refuses a store of another format version. A damaged file is passed over with its problem:
     every block and session carries its own version, so nothing wrong can come of that."""
-    if place.root.exists() and not place.root.is_dir():
-        raise StoreError(f"{place.root} is not a folder", "point --store at a folder")
+    with files.store_errors(place.root):  # a path too long, or through a folder that is closed
+        if place.root.exists() and not place.root.is_dir():
+            raise StoreError(f"{place.root} is not a folder", "point --store at a folder")
     try:
         settings = json.loads(bytes(files.read_whole(place.settings)))
         version, block_size = settings["format"], settings["block_size"]
@@ -131,7 +134,7 @@ def write_settings(place: Place) -> None:
     elif settings.created:
         return
     record = {
-        "block_size": settings.block_size,
+        "block_size": place.block_size,
         "created": int(time.time()),
         "format": FORMAT_VERSION,
     }
@@ -139,3 +142,5 @@ def write_settings(place: Place) -> None:
     temporary = files.write_temporary(place.temporary, Packed((text,), len(text), ""))
     with files.store_errors(place.settings):
         temporary.replace(place.settings)
+    # Once in a store's life: a session that was reported saved must not lose the store around it.
+    files.sync([place.settings, place.root, place.root.parent])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvsnap.formats.block import BlockRecord, block_record
 from kvsnap.formats.container import Container, Tensor, header_size, parse_header
-from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.kvstore.index import big_endian, root_number
 from kvsnap.kvstore.place import Place
 
-MISSING = "its file is missing"
+MISSING = "the file is missing"
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,41 @@ def block_paths(place: Place) -> Iterator[Path]:
 def read_record(path: Path) -> Found:
     """The record of a block file from header and ids alone; raises `KvsnapError` or OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
-        first = file.read(8)
-        start = header_size(first)
-        header = parse_header(file.read(start - 8))
-        metadata = header.get("__metadata__", {})
-        entry = header.get("token_ids", {})
-        ids = None
-        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-        if offsets == [0, 4 * (entry.get("shape") or [-1])[0]]:  # ids are the first tensor
-            ids = Tensor("U32", tuple(entry["shape"]), file.read(offsets[1]))
-        container = Container(metadata, {})
-        record = block_record(container, ids)
-        return Found(record, container.field("codec"), status.st_size, status.st_mtime_ns)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged("something that is no regular file stands in the file's place")
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            start = header_size(file.read(8))
+            header = parse_header(file.read(min(start, status.st_size) - 8))
+            container, size = _described(header, start, status.st_size)
+            ids = Tensor("U32", (size // 4,), file.read(size))
+    finally:
+        os.close(handle)
+    return Found(
+        block_record(container, ids), container.field("codec"), status.st_size, status.st_mtime_ns
+    )
+
+
+def _described(header: dict[str, Any], start: int, file_size: int) -> tuple[Container, int]:
+    """The metadata, and the bytes of the ids, which stand first; the length must be the header's.
+
+    A file that a power cut shortened must not count as stored.
+    """
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Damaged("the header's metadata is not a table of strings")
+    try:
+        end = max(entry["data_offsets"][1] for entry in header.values())
+        first = header["token_ids"]
+        begin, size = first["data_offsets"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise Damaged("the header does not describe a block") from error
+    if type(size) is not int or size < 0 or size % 4 or first.get("shape") != [size // 4]:
+        raise Damaged("the header does not describe token ids")
+    if start + end != file_size or begin != 0:
+        raise Damaged("the file's length is not what its header says")
+    return Container(metadata, {}), size
 
 
 def fill_from_files(place: Place, db: sqlite3.Connection) -> None:
@@ -72,7 +95,7 @@ def fill_from_files(place: Place, db: sqlite3.Connection) -> None:
         used = order[record.name]
         row = (record.name, parent, root, record.start, ids, item.size, item.codec, used)
         db.execute(insert, (*row, reachable, None))
-    db.execute("UPDATE counters SET value = ? WHERE name = 'requests'", (len(found),))
+    db.execute("UPDATE counters SET value = ? WHERE name = 'clock'", (len(found),))
 
 
 def _parent(

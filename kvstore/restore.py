@@ -47,7 +47,7 @@ def read_blocks(
             return miss
         return None
 
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(needed))
+    threads = min(MAX_THREADS, os.cpu_count() or 1, len(needed))
     if threads <= 1:
         results = [fill(block) for block in needed]
     else:

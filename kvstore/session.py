@@ -6,12 +6,12 @@ save:   engine → rows → blocks → files → index → session file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvsnap.engines.base import Engine, Landing
 from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
-from kvsnap.formats.errors import Damaged, DoesNotFit, NotFound, StoreError
+from kvsnap.formats.errors import Damaged, DoesNotFit, IndexDamaged, NotFound, StoreError
 from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
@@ -25,6 +25,7 @@ from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_nothing_matched
 
+_Done = TypeVar("_Done")
 SLAB_BLOCKS = 8
 """Blocks exported at once while saving: memory beyond the engine's stays at a few blocks."""
 
@@ -55,6 +56,7 @@ class Session:
         self.tenant = tenant
         self._written = _Written()
         self._problems: list[str]
+        self._uncounted: list[tuple[bytes | None, int, int]] = []
         self.stored = self._load()
         self._revision = self.stored.record.revision if self.stored else 0
 
@@ -63,7 +65,9 @@ class Session:
         if self.stored is None:
             raise NotFound(
                 f"no session {self.name!r} in the store",
-                self._problems[0] if self._problems else "kvsnap ls shows the sessions there",
+                self._problems[0]
+                if self._problems
+                else "kvsnap ls shows the sessions that are there",
             )
         return self.stored.record.token_ids
 
@@ -110,6 +114,9 @@ class Session:
 
         Called between batches of a long prefill it makes an interruption cost one batch.
         """
+        _twice(self._put_filled)
+
+    def _put_filled(self) -> None:
         ids = self.engine.token_ids()
         size = self.store.block_size
         wanted = chain(chain_names(self.root.key, ids, size), ids, size)
@@ -124,7 +131,10 @@ class Session:
         session meanwhile, `StoreError`s where the disk does not take it: blocks written until
         then are kept and found by the next save.
         """
-        self.put_filled()
+        return _twice(lambda: self._save(notes, pinned))
+
+    def _save(self, notes: Mapping[str, Any] | None, pinned: bool) -> SaveReport:
+        self._put_filled()
         ids = self.engine.token_ids()
         size = self.store.block_size
         names = chain_names(self.root.key, ids, size)
@@ -148,6 +158,7 @@ class Session:
                 record, self.codec, self.layout, tail, self._revision
             ).revision
             self.stored = self._load()  # its tail and its pin are this session's from now on
+        self._write_counts()
         written, self._written = self._written, _Written()
         return SaveReport(
             session=self.name,
@@ -170,7 +181,7 @@ class Session:
         except NotFound:
             return None
         except (Damaged, StoreError) as error:
-            self._problems.append(f"session {self.name!r} cannot be read: {error.what}")
+            self._problems.append(error.what)
             return None
 
     def _best(self, ids: TokenIds, limit: int) -> tuple[Match, int]:
@@ -181,7 +192,9 @@ class Session:
             self.store.blocks, self.root, names, ids, size, limit, self.layout.can_cut
         )
         record = self.stored.record if self.stored else None
-        if record is None or record.root_id != self.root.root_id or not self.layout.can_cut:
+        if record is None or not self.layout.can_cut:
+            return match, 0
+        if (record.root_id, record.identity) != (self.root.root_id, self.root.identity):
             return match, 0
         common = min(common_prefix(record.token_ids, ids), limit)
         whole = match.tokens // size * size
@@ -232,14 +245,19 @@ class Session:
                 self._written.add(size, sum(array.nbytes for array in own.values()))
 
     def _count(self, ids: TokenIds, reused: int, computed: int) -> None:
-        deepest = reused // self.store.block_size
-        names = chain_names(
-            self.root.key, ids[: deepest * self.store.block_size], self.store.block_size
-        )
+        """Note one request for the statistics, and the deepest block used, for its recency."""
+        size = self.store.block_size
+        names = chain_names(self.root.key, ids[: reused // size * size], size)
+        self._uncounted.append((names[-1] if names else None, reused, computed))
+        self._write_counts()
+
+    def _write_counts(self) -> None:
         try:
-            self.store.index.used(names[-1] if names else None, reused, computed)
+            while self._uncounted:
+                self.store.index.used(*self._uncounted[0])
+                del self._uncounted[0]
         except StoreError:
-            return  # a store that cannot be written is still good to read from
+            return  # no store yet (the save makes it), or one to read only
 
     def _why(self, ids: TokenIds, reused: int, limit: int, damage: Sequence[str]) -> str:
         if reused >= limit:
@@ -256,6 +274,14 @@ class Session:
             elif reused < len(record.token_ids):
                 return _where_ids_differ(record.token_ids, ids, reused)
         return why_nothing_matched(self.store, self.root, self.tenant, ids, reused)
+
+
+def _twice(work: Callable[[], _Done]) -> _Done:
+    """Once more where the index turned out damaged: it was thrown away and is built anew."""
+    try:
+        return work()
+    except IndexDamaged:
+        return work()
 
 
 class _Written:

@@ -17,6 +17,7 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place, write_settings
 
+_SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
 _SEE_LS = "kvsnap ls shows the sessions that are there"
 
 
@@ -35,6 +36,9 @@ class Sessions:
 
     def __init__(self, place: Place, index: Index) -> None:
         self.place, self.index = place, index
+        self._unsynced: dict[Path, str] = {}
+        """Digests of files that this process put in place and failed to sync: a retry of the save
+        finds its own file there, not somebody else's."""
 
     def path(self, tenant_id: str, name: str) -> Path:
         return self.place.sessions / tenant_id / session_file_name(name)
@@ -48,8 +52,12 @@ class Sessions:
             raise NotFound(f"no session {name!r} in the store", _SEE_LS) from None
         except OSError as error:
             raise files.store_error(error, path) from error
+        except Damaged as error:
+            raise Damaged(f"session {name!r} is damaged: {error.what}", _SAVE_AGAIN) from error
         if found.record.name != name or found.record.tenant_id != tenant_id:
-            raise Damaged(f"{path} holds another session: {found.record.name!r}")
+            raise Damaged(
+                f"session {name!r} is damaged: its file holds {found.record.name!r}", _SAVE_AGAIN
+            )
         return found
 
     def revision(self, tenant_id: str, name: str) -> int:
@@ -126,25 +134,33 @@ class Sessions:
         path = self.path(record.tenant_id, record.name)
         write_settings(self.place)
         files.make_dir(path.parent)
-        temporary = files.write_temporary(
-            self.place.temporary, pack_session(record, codec, layout, tail)
-        )
+        packed = pack_session(record, codec, layout, tail)
+        temporary = files.write_temporary(self.place.temporary, packed)
         try:
             files.sync([temporary])
             with self.index.transaction():
                 occupied = path.exists() or path.is_symlink()
                 if occupied and must_be_new:
                     return False
-                if self.revision(record.tenant_id, record.name) != started_from:
+                revision = self.revision(record.tenant_id, record.name)
+                if revision != started_from and not self._is_own(path):
                     return False
                 if occupied and started_from == 0:
                     self.place.set_aside(path, "a session file that could not be read")
                 with files.store_errors(path):
                     temporary.replace(path)
+                self._unsynced[path] = packed.file_digest
             files.sync([path.parent, path.parent.parent])
+            del self._unsynced[path]
             return True
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _is_own(self, path: Path) -> bool:
+        try:
+            return check_file_digest(files.read_whole(path)) == self._unsynced.get(path)
+        except (OSError, Damaged):
+            return False
 
 
 def read_session(path: Path, *, strict: bool = False) -> SessionFile:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
 from kvsnap.kvstore.index import Index
@@ -26,11 +27,15 @@ class Store:
 
     def __init__(self, path: str | Path | None = None) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
-        self.place = Place(root.absolute())
-        settings = read_settings(self.place)
-        self.block_size = settings.block_size
+        place = Place(root.absolute())
+        settings = read_settings(place)
         self.problem = settings.problem
-        self.index = Index(self.place.index, self._fill)
+        self.index = Index(place.index, self._fill)
+        self.block_size = settings.block_size
+        self.place = place
+        if not settings.created and place.blocks.exists():
+            self.block_size = self._block_size_in_use() or settings.block_size
+        self.place = Place(place.root, self.block_size)
         self.blocks = Blocks(self.place, self.index)
         self.sessions = Sessions(self.place, self.index)
         self.file_digest = FileDigests(self.index)
@@ -60,6 +65,16 @@ class Store:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _block_size_in_use(self) -> int | None:
+        """That of the blocks stored last, where kvsnap.json is lost or damaged: with another one
+        nothing that is stored would ever be found again."""
+        sql = "SELECT r.identity FROM blocks b JOIN roots r ON r.id = b.root ORDER BY b.id DESC"
+        for (identity,) in self.index.query(f"{sql} LIMIT 1"):
+            size = parse_identity(identity).get("block_size")
+            if type(size) is int and 1 <= size <= 2**16:
+                return size
+        return None
 
     def _fill(self, db: sqlite3.Connection) -> None:
         fill_from_files(self.place, db)

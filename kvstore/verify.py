@@ -44,7 +44,9 @@ class VerifyReport:
 
 
 def verify_store(
-    store: Store, tenant: Tenant | None = None, progress: Callable[[int, int], None] = print
+    store: Store,
+    tenant: Tenant | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> VerifyReport:
     """Every file where blocks and sessions stand, and every row of the index."""
     report = VerifyReport()
@@ -67,7 +69,7 @@ def verify_store(
     for name, lost in store.index.query("SELECT name, lost FROM blocks WHERE lost IS NOT NULL"):
         place = str(store.place.block(name))
         if place not in known:
-            report.bad.append(Bad(name.hex(), place, f"missing: {lost}"))
+            report.bad.append(Bad(name.hex(), place, lost))
     for name, size in store.index.query("SELECT name, bytes FROM blocks WHERE lost IS NULL"):
         place = str(store.place.block(name))
         if place not in known and files.file_size(Path(place)) is None:
@@ -88,14 +90,20 @@ def verify_session(
     report = VerifyReport()
     path = store.sessions.path(tenant_id, name)
     if files.file_size(path) is None and not path.is_dir():
-        raise NotFound(f"no session {name!r} in the store", "kvsnap ls shows the sessions there")
+        raise NotFound(
+            f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
+        )
     session = _session_file(path, tenant, report)
     for block in session.record.chain if session else ():
         file = store.place.block(block)
         row = store.index.find(block)
         if files.file_size(file) is None:
-            lost = row.lost if row is not None and row.lost else "not in the store (any more)"
-            report.bad.append(Bad(block.hex(), str(file), f"missing: {lost}"))
+            lost = (
+                row.lost
+                if row is not None and row.lost
+                else "the block is not in the store any more"
+            )
+            report.bad.append(Bad(block.hex(), str(file), lost))
         else:
             _block_file(store, file, tenant, report)
             if row is not None and not row.reachable:
@@ -129,7 +137,7 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
     if row is None:
         return  # written by a process that died before its row: the next save or rebuild adds it
     if (row.start, row.tokens, row.bytes) != (record.start, big_endian(record.token_ids), size):
-        raise Damaged("the index differs from the file: delete index.sqlite3, it is built anew")
+        raise Damaged("the index differs from the file: delete index.sqlite3*, it is built anew")
 
 
 def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> SessionFile | None:

@@ -33,5 +33,9 @@ def _others(store: Store, root: Root, tenant: Tenant | None) -> list[Root]:
     rows = store.index.query(
         "SELECT root_id, identity FROM roots WHERE root_id != ?", [root.root_id]
     )
-    candidates = ((root_id, root_of(identity, tenant)) for root_id, identity in rows)
+    candidates = (
+        (root_id, root_of(identity, tenant))
+        for root_id, identity in rows
+        if isinstance(identity, str) and identity.isascii()  # else the index is damaged
+    )
     return [other for root_id, other in candidates if other.root_id == root_id]

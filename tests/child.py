@@ -38,8 +38,20 @@ def take_turn(path: str, count: str, seed: str, name: str, save: str = "save") -
         )
 
 
-def put_again_and_again(path: str, rounds: str) -> None:
-    """Store the same 4 blocks in every round, removing one in between to race for it."""
+def put(path: str, rounds: str) -> None:
+    """Store the same 4 blocks in every round, as a process that knows of none."""
+    ids = some_ids(64)
+    for _ in range(int(rounds)):
+        with Store(path) as store:
+            store.blocks.has = lambda name: False  # type: ignore[method-assign]
+            engine = StampedEngine()
+            turn(store, engine, ids)
+            engine.check_rows()
+    say(done=rounds)
+
+
+def put_and_remove(path: str, rounds: str) -> None:
+    """Store the same 4 blocks in every round, and remove one now and then."""
     ids = some_ids(64)
     with Store(path) as store:
         for number in range(int(rounds)):
@@ -76,7 +88,8 @@ def verify(path: str) -> None:
 
 ACTIONS = {
     "turn": take_turn,
-    "put": put_again_and_again,
+    "put": put,
+    "put-and-remove": put_and_remove,
     "save-until-killed": save_until_killed,
     "verify": verify,
 }

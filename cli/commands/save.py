@@ -29,7 +29,7 @@ Examples:
 @click.command("save", epilog=EXAMPLES)
 @source_options
 @click.option("--session", metavar="NAME", help="Save under this name; without it blocks only.")
-@click.option("--pin", is_flag=True, help="Keep the session's blocks until kvsnap unpin.")
+@click.option("--pin", is_flag=True, help="Mark the session as one to keep.")
 @store_options
 @engine_options
 @click.pass_obj
@@ -45,7 +45,10 @@ def command(
     tenant_key_file: Path | None,
     **options: Any,
 ) -> None:
-    """Restore what is stored of a prompt, compute the rest, store the new blocks."""
+    """Restore what is stored of a prompt, compute the rest, store the new blocks.
+
+    The prompt is one of --prompt, --prompt-file, --messages and --token-ids.
+    """
     from kvsnap.cli.engine import Loaded, count_tokens, require_llama
     from kvsnap.cli.progress import bar
     from kvsnap.kvstore.answer import Answer, prefill

@@ -18,7 +18,7 @@ from kvsnap.formats.errors import NotFound
 @tenant_option
 @click.pass_obj
 def command(app: App, what: str, tenant_key_file: Path | None) -> None:
-    """Show one session, or the block whose name begins with BLOCK."""
+    """Show one session, or the block whose name begins with BLOCK (4 or more digits)."""
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.inspect import describe_block, describe_session
 

@@ -19,11 +19,10 @@ __all__ = ["ENGINES", "Engine", "LlamaCpp", "get_engine"]
 
 def get_engine(name: str) -> Any:
     """The adapter class of an engine's name."""
-    try:
-        return _load(ENGINES[name])
-    except KeyError:
+    if name not in ENGINES:
         known = ", ".join(sorted(ENGINES))
-        raise Unsupported(f"engine {name!r} is not known", f"known engines: {known}") from None
+        raise Unsupported(f"engine {name!r} is not known", f"known engines: {known}")
+    return _load(ENGINES[name])
 
 
 def _load(place: str) -> Any:

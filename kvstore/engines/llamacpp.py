@@ -63,7 +63,8 @@ class LlamaCpp(LlamaText):
 
     @property
     def capacity(self) -> int:
-        return int(self.llm.n_ctx())
+        # llama.cpp rounds a context up; the Llama's own array of ids has the length asked for.
+        return min(int(self.llm.n_ctx()), len(self.llm.input_ids))
 
     def identity(self, block_size: int, file_digest: Callable[[Path], str]) -> Identity:
         return identity_of(self.llm, self.facts, self._layout, block_size, file_digest)

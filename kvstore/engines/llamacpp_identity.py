@@ -151,7 +151,9 @@ def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
             "use it without kvsnap, or a text-only chat handler with kvsnap",
         )
     if params.embeddings:
-        raise Unsupported("an embedding context has no conversation to save", "embedding=False")
+        raise Unsupported(
+            "an embedding context has no conversation to save", "make the Llama without embedding"
+        )
     if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
         raise Unsupported("recurrent and hybrid models keep state besides KV", _NOT_YET)
     if llama_cpp.llama_model_n_swa(model) > 0:

@@ -51,7 +51,10 @@ def cases_of(name: str, saved: list[int]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_logits_and_greedy_tokens_equal_an_uninterrupted_engine(
-    kind: str, model: Path, tmp_path: Path, start: Callable[[str, dict[str, Any]], Callable[[], Any]]
+    kind: str,
+    model: Path,
+    tmp_path: Path,
+    start: Callable[[str, dict[str, Any]], Callable[[], Any]],
 ) -> None:
     saved = {f"of {length}": text(length, length) for length in LENGTHS}
     cases = [case for name, ids in saved.items() for case in cases_of(name, ids)]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Layout
-from kvsnap.formats.session import SessionFile, SessionRecord, parse_session
+from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
 
 Rows = Callable[..., dict[str, np.ndarray]]
 Bytes = Callable[..., bytes]
@@ -128,9 +129,6 @@ def test_a_chain_must_fit_the_token_ids(session_record: Record) -> None:
 def test_a_tail_of_another_length_is_not_packed(
     session_record: Record, random_rows: Rows, layout: Layout
 ) -> None:
-    from kvsnap.formats.codecs import get_codec
-    from kvsnap.formats.session import pack_session
-
     for tail in ({}, random_rows(1), random_rows(3)):
         with pytest.raises(Damaged):
             pack_session(session_record(), get_codec("raw"), layout, tail)

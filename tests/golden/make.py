@@ -1,0 +1,109 @@
+"""Wrote the files in v0/. Tests only read them; run this only when the format version changes.
+
+.venv/bin/python tests/golden/make.py tests/golden/v0
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvsnap.formats.block import BlockRecord, pack_block
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.container import Packed
+from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
+from kvsnap.formats.layout import Group, Layout, Plane
+from kvsnap.formats.names import chain_names, token_array
+from kvsnap.formats.session import SessionRecord, pack_session
+from kvsnap.formats.tenant import Tenant
+
+LAYOUT = Layout(
+    groups=(
+        Group(
+            name="full",
+            layers=2,
+            planes=(
+                Plane(name="k", kind="elements", dtype="F16", row=(2, 8), source_type="f16"),
+                Plane(name="v", kind="elements", dtype="BF16", row=(2, 8), source_type="bf16"),
+            ),
+        ),
+        Group(
+            name="packed",
+            layers=1,
+            planes=(
+                Plane(name="k", kind="rows", dtype="U8", row=(34,), source_type="q8_0"),
+                Plane(name="v", kind="elements", dtype="F32", row=(1, 8), source_type="f32"),
+            ),
+        ),
+    )
+)
+IDENTITY = Identity(
+    family="llama.cpp",
+    weights="blake3:" + "0123456789abcdef" * 4,
+    architecture="llama",
+    layout=LAYOUT,
+    rope=Rope(
+        type="norm",
+        base=10000.0,
+        scale=1.0,
+        scaling="none",
+        original_context=2048,
+        extension_factor=None,
+        attention_factor=None,
+        beta_fast=None,
+        beta_slow=None,
+        long_context=False,
+    ),
+    block_size=16,
+    adapters=(Adapter(kind="lora", digest="blake3:" + "fe" * 32, scale=0.5),),
+    overrides=(("llama.rope.freq_base", "10000.0"),),
+)
+TENANT = Tenant(bytes(range(32)))
+IDS = token_array([(n * n * 40503 + 7) % 2**32 for n in range(37)])
+
+
+def rows(start: int, stop: int) -> dict[str, np.ndarray]:
+    """Numbers near one, whose high byte compresses, and noise below."""
+    made = LAYOUT.empty(stop - start)
+    for array in made.values():
+        bits = 8 * array.itemsize
+        at = np.arange(array.size, dtype=np.uint64).reshape(array.shape) + np.uint64(start)
+        noise = at * np.uint64(2654435761) % np.uint64(2 ** (bits - 6))
+        array[...] = (noise + np.uint64(0b001111 << (bits - 6))).astype(array.dtype)
+    return made
+
+
+def block(codec: str) -> Packed:
+    """The second block of the chain: its parent is a real one."""
+    root = root_of(IDENTITY, TENANT)
+    parent, name = chain_names(root.key, IDS, 16)
+    record = BlockRecord(name, parent, root.root_id, 16, IDS[16:32], root.identity)
+    return pack_block(record, get_codec(codec), LAYOUT, rows(16, 32))
+
+
+def session(codec: str) -> Packed:
+    root = root_of(IDENTITY, TENANT)
+    record = SessionRecord(
+        name="Alice/42",
+        tenant_id=TENANT.tenant_id,
+        root_id=root.root_id,
+        identity=root.identity,
+        block_size=16,
+        revision=7,
+        token_ids=IDS,
+        chain=tuple(chain_names(root.key, IDS, 16)),
+        pinned=True,
+        notes={"messages": [{"role": "user", "content": "Grüße"}]},
+    )
+    return pack_session(record, get_codec(codec), LAYOUT, rows(32, 37))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for codec in ("raw", "zstd"):
+        for kind, packed in (("block", block(codec)), ("session", session(codec))):
+            path = folder / f"{kind}-{codec}.safetensors"
+            path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
+            print(path, packed.file_digest)
