@@ -9,7 +9,8 @@ KvsnapError                 it did not work                                     
 ├── StoreError              the store's folder does not do what was asked
 │   ├── StoreFull           no space left
 │   ├── StoreReadOnly       nothing can be written there
-│   └── IndexDamaged        the index was damaged and thrown away; the next use builds it anew
+│   ├── IndexDamaged        the index was damaged and thrown away; the next use builds it anew
+│   └── ParentMissing       the block before the one to store is not there (any more)
 ├── EngineError             the engine did not do what was asked
 ├── DoesNotFit              more tokens than the engine's context holds
 └── PartlyDone              some of it worked, and what did is kept                   exit 3
@@ -66,6 +67,10 @@ class StoreReadOnly(StoreError):
 
 class IndexDamaged(StoreError):
     """The index was damaged and has been thrown away; the next use builds it anew."""
+
+
+class ParentMissing(StoreError):
+    """The block before went away between two steps of a save, by damage or by hand."""
 
 
 class EngineError(KvsnapError):

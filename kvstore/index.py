@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.formats.block import BlockRecord
-from kvsnap.formats.errors import Damaged, IndexDamaged, StoreError, StoreFull, StoreReadOnly
+from kvsnap.formats.errors import Damaged, ParentMissing, StoreReadOnly
 from kvsnap.formats.names import ZERO_PARENT, TokenIds
+from kvsnap.kvstore.sqlite import ERRORS, connect, is_damage, sqlite_errors
 
 INDEX_VERSION = 1
-WAIT_SECONDS = 60.0
-"""How long to wait for another process's transaction. They hold a rename and a row, never more,
-except for a rebuild."""
 _SCHEMA = """
 CREATE TABLE roots(
   id INTEGER PRIMARY KEY, root_id TEXT NOT NULL UNIQUE, identity TEXT NOT NULL);
@@ -48,31 +46,12 @@ INSERT INTO counters VALUES ('clock', 0), ('requests', 0), ('reused_tokens', 0),
 CREATE TABLE weights(
   path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL);
 """
-_TRY_AGAIN = "run the command again: the index is built anew from the files"
-_NO_DAMAGE = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_INTERRUPT,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_AUTH,
-}
-"""What SQLite reports of its surroundings; all else (a missing table too) tells of its content."""
 _DESCENDANTS = """
 WITH RECURSIVE below(id) AS (
   SELECT id FROM blocks WHERE parent = :id {only}
   UNION ALL SELECT b.id FROM blocks b JOIN below ON b.parent = below.id {only_b})
 UPDATE blocks SET reachable = :reachable WHERE id IN below
 """
-
-
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""A damaged schema makes error messages that Python's layer fails to decode."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +121,7 @@ class Index:
                 "check the folder's owner and mode, or point --store elsewhere",
             )
         connection = self._connection(for_writing=True)
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 yield connection
@@ -150,7 +129,7 @@ class Index:
             except BaseException as error:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
-                if isinstance(error, _ERRORS) and _is_damage(error):
+                if isinstance(error, ERRORS) and is_damage(error):
                     self._discard()
                 raise
 
@@ -170,7 +149,10 @@ class Index:
                 (record.parent,),
             ).fetchone()
             if found is None:
-                raise Damaged("the block before this one is not in the store")
+                raise ParentMissing(
+                    "the block before this one went from the store while it was saved",
+                    "save again",
+                )
             parent, reachable = found[0], bool(found[1])
         db.execute(
             "INSERT INTO blocks(name, parent, root, start, tokens, bytes, codec, used, synced,"
@@ -228,11 +210,11 @@ class Index:
 
     def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple]:
         """Read rows; a damaged index is thrown away and built anew from the files."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             try:
                 return self._connection().execute(sql, values).fetchall()
-            except _ERRORS as error:
-                if not _is_damage(error):
+            except ERRORS as error:
+                if not is_damage(error):
                     raise
                 self._discard()
                 return self._connection().execute(sql, values).fetchall()
@@ -267,11 +249,11 @@ class Index:
                 return held
             held.close()
         writable = os.access(self.path.parent, os.W_OK)
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             try:
                 connection = self._open(writable)
-            except _ERRORS as error:
-                if not _is_damage(error):
+            except ERRORS as error:
+                if not is_damage(error):
                     raise
                 self._discard()
                 connection = self._open(writable)
@@ -290,7 +272,7 @@ class Index:
 
     def _open(self, writable: bool) -> sqlite3.Connection:
         if writable:
-            connection = _connect(self.path)
+            connection = connect(self.path)
         elif self.path.exists() and not self._damaged:
             # immutable: a WAL database in a folder that cannot be written opens in no other way.
             uri = f"{self.path.absolute().as_uri()}?immutable=1"
@@ -353,16 +335,6 @@ def _counter(db: sqlite3.Connection, name: str) -> int:
     return value
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
-    path.chmod(0o600)
-    connection.execute("PRAGMA journal_mode = WAL")
-    # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
-    # never a session: those are files.
-    connection.execute("PRAGMA synchronous = NORMAL")
-    return connection
-
-
 def _version(db: sqlite3.Connection) -> int:
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     return version
@@ -380,30 +352,3 @@ def _file_key(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _is_damage(error: Exception) -> bool:
-    if isinstance(error, sqlite3.ProgrammingError):
-        return False
-    code = getattr(error, "sqlite_errorcode", None)  # absent where Python's own layer raised
-    return code is None or code & 0xFF not in _NO_DAMAGE
-
-
-@contextlib.contextmanager
-def _sqlite_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except _ERRORS as error:
-        if _is_damage(error):
-            raise IndexDamaged(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error
-        if "full" in str(error) or "disk I/O" in str(error):
-            raise StoreFull(
-                f"no space left for the store in {path.parent}",
-                "free some space or point --store elsewhere; what was stored before is kept",
-            ) from error
-        if "readonly" in str(error) or "unable to open" in str(error):
-            raise StoreReadOnly(
-                f"cannot write to the store in {path.parent} ({error})",
-                "check the folder's owner and mode, or point --store elsewhere",
-            ) from error
-        raise StoreError(f"the index {path} cannot be used: {error}", _TRY_AGAIN) from error

@@ -48,11 +48,9 @@ def longest_prefix(
 ) -> Match:
     """At most `limit` tokens. `can_cut` allows token-granular reuse inside the next block."""
     whole = min(len(names), limit // block_size)
-
-    def stored(number: int) -> bool:
-        return names[number] not in blocks.misses and blocks.index.is_reachable(names[number])
-
-    depth = gallop(stored, whole)
+    if blocks.misses:  # the index need not know of them, and galloping could jump over one
+        whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
+    depth = gallop(lambda number: blocks.index.is_reachable(names[number]), whole)
     wanted = chain(names, token_ids, block_size, depth)
     tokens = depth * block_size
     if can_cut and tokens < limit:

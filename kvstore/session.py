@@ -6,12 +6,20 @@ save:   engine → rows → blocks → files → index → session file
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvsnap.engines.base import Engine, Landing
 from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
-from kvsnap.formats.errors import Damaged, DoesNotFit, IndexDamaged, NotFound, StoreError
+from kvsnap.formats.errors import (
+    Damaged,
+    DoesNotFit,
+    IndexDamaged,
+    NotFound,
+    ParentMissing,
+    StoreError,
+)
 from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
@@ -25,6 +33,8 @@ from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_nothing_matched
 
+TRIES = 5
+"""Of a save whose ground is moving; each failure is another process's removal, hence rare."""
 _Done = TypeVar("_Done")
 SLAB_BLOCKS = 8
 """Blocks exported at once while saving: memory beyond the engine's stays at a few blocks."""
@@ -114,7 +124,7 @@ class Session:
 
         Called between batches of a long prefill it makes an interruption cost one batch.
         """
-        _twice(self._put_filled)
+        _try_again(self._put_filled)
 
     def _put_filled(self) -> None:
         ids = self.engine.token_ids()
@@ -131,7 +141,7 @@ class Session:
         session meanwhile, `StoreError`s where the disk does not take it: blocks written until
         then are kept and found by the next save.
         """
-        return _twice(lambda: self._save(notes, pinned))
+        return _try_again(lambda: self._save(notes, pinned))
 
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool) -> SaveReport:
         self._put_filled()
@@ -154,9 +164,9 @@ class Session:
                 pinned=pinned or (self.stored is not None and self.stored.record.pinned),
                 notes=dict(notes or {}),
             )
-            self._revision = self.store.sessions.save(
-                record, self.codec, self.layout, tail, self._revision
-            ).revision
+            saved = self.store.sessions.save(record, self.codec, self.layout, tail, self._revision)
+            self._revision = saved.revision  # it stands there, also where the sync now fails
+            self.store.sessions.sync(saved)
             self.stored = self._load()  # its tail and its pin are this session's from now on
         self._write_counts()
         written, self._written = self._written, _Written()
@@ -276,12 +286,12 @@ class Session:
         return why_nothing_matched(self.store, self.root, self.tenant, ids, reused)
 
 
-def _twice(work: Callable[[], _Done]) -> _Done:
-    """Once more where the index turned out damaged: it was thrown away and is built anew."""
-    try:
-        return work()
-    except IndexDamaged:
-        return work()
+def _try_again(work: Callable[[], _Done]) -> _Done:
+    """A damaged index is built anew by the next try; a block that went away is put again."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(IndexDamaged, ParentMissing):
+            return work()
+    return work()
 
 
 class _Written:

@@ -36,9 +36,6 @@ class Sessions:
 
     def __init__(self, place: Place, index: Index) -> None:
         self.place, self.index = place, index
-        self._unsynced: dict[Path, str] = {}
-        """Digests of files that this process put in place and failed to sync: a retry of the save
-        finds its own file there, not somebody else's."""
 
     def path(self, tenant_id: str, name: str) -> Path:
         return self.place.sessions / tenant_id / session_file_name(name)
@@ -70,7 +67,8 @@ class Sessions:
     def save(
         self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, started_from: int
     ) -> SessionRecord:
-        """Write `record` as revision `started_from` + 1, synced before and after it appears.
+        """Write `record` as revision `started_from` + 1, synced before it appears; `sync` makes the
+        appearing durable too. If that fails, a retry starts from the revision returned here.
 
         Raises `SessionMoved` after storing it as `NAME@n` where somebody saved meanwhile. A
         damaged file that it replaces goes to quarantine.
@@ -83,6 +81,7 @@ class Sessions:
         while True:
             aside = dataclasses.replace(record, name=f"{record.name}@{number}", revision=1)
             if self._replace(aside, codec, layout, tail, 0, must_be_new=True):
+                self.sync(aside)
                 raise SessionMoved(
                     aside.name,
                     f"session {record.name!r} was saved by another process meanwhile;"
@@ -90,6 +89,11 @@ class Sessions:
                     f"kvsnap show {aside.name} shows it; kvsnap rm removes the one you do not want",
                 )
             number += 1
+
+    def sync(self, record: SessionRecord) -> None:
+        """Bring the folders' entries of a saved session to the device."""
+        folder = self.path(record.tenant_id, record.name).parent
+        files.sync([folder, folder.parent, self.place.root])
 
     def require(self, tenant_id: str, name: str) -> Path:
         """The path of a session that is there, readable or not; raises `NotFound`."""
@@ -134,33 +138,24 @@ class Sessions:
         path = self.path(record.tenant_id, record.name)
         write_settings(self.place)
         files.make_dir(path.parent)
-        packed = pack_session(record, codec, layout, tail)
-        temporary = files.write_temporary(self.place.temporary, packed)
+        temporary = files.write_temporary(
+            self.place.temporary, pack_session(record, codec, layout, tail)
+        )
         try:
             files.sync([temporary])
             with self.index.transaction():
                 occupied = path.exists() or path.is_symlink()
                 if occupied and must_be_new:
                     return False
-                revision = self.revision(record.tenant_id, record.name)
-                if revision != started_from and not self._is_own(path):
+                if self.revision(record.tenant_id, record.name) != started_from:
                     return False
                 if occupied and started_from == 0:
                     self.place.set_aside(path, "a session file that could not be read")
                 with files.store_errors(path):
                     temporary.replace(path)
-                self._unsynced[path] = packed.file_digest
-            files.sync([path.parent, path.parent.parent])
-            del self._unsynced[path]
             return True
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _is_own(self, path: Path) -> bool:
-        try:
-            return check_file_digest(files.read_whole(path)) == self._unsynced.get(path)
-        except (OSError, Damaged):
-            return False
 
 
 def read_session(path: Path, *, strict: bool = False) -> SessionFile:

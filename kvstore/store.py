@@ -54,7 +54,8 @@ class Store:
         paths = [self.place.block(name) for name in due]
         files.sync(paths)
         if paths:
-            files.sync([*(path.parent for path in paths), self.place.blocks])
+            folders = (path.parent for path in paths)
+            files.sync([*folders, self.place.blocks, self.place.root])
             self.index.mark_synced(due)
 
     def close(self) -> None:

@@ -100,6 +100,8 @@ class LlamaCpp(LlamaText):
         return {name: array[:, picked] for name, array in rows.items()}
 
     def landing(self, tokens: int) -> Landing:
+        if tokens == 0:
+            return Landing(0, self._layout.empty(0), None)
         assembly = assemble(self._type, tokens)
         return Landing(tokens, self._planes(assembly.k, assembly.v), assembly.buffer)
 

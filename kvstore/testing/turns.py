@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import PCG64, Generator
 
 from kvsnap.engines.base import Engine
 from kvsnap.formats.codecs import DEFAULT_CODEC
@@ -48,6 +49,4 @@ def turn(
 
 def some_ids(count: int, seed: int = 0, vocabulary: int = 500) -> TokenIds:
     """Token ids that look random and are the same in every process."""
-    return np.random.Generator(np.random.PCG64(seed)).integers(
-        0, vocabulary, count, dtype=np.uint32
-    )
+    return Generator(PCG64(seed)).integers(0, vocabulary, count, dtype=np.uint32)

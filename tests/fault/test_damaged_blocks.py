@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsnap.formats.container import header_size
+from kvsnap.formats.errors import StoreReadOnly
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
@@ -249,6 +250,29 @@ def test_damage_anywhere_in_the_chain_keeps_what_stands_before_it(
     turn(store, engine, IDS, "chat", save=False)
     assert engine.positions == list(range(number * 16, 70))
     engine.check_rows()
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_verdict_that_cannot_be_written_down_still_ends_the_reuse(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """In a store that cannot be written the index goes on offering the damaged block."""
+    ids = some_ids(113)
+    turn(open_store(), StampedEngine(), ids)
+    store, engine = open_store(), StampedEngine()
+    ((name,),) = store.index.query(f"SELECT name FROM blocks WHERE start = {number * 16}")
+    flip(store.place.block(name), -1)
+
+    def refuse() -> None:
+        raise StoreReadOnly("read-only")
+
+    monkeypatch.setattr(store.index, "transaction", refuse)
+    for _ in range(2):
+        engine = StampedEngine()
+        turn(store, engine, ids, save=False)
+        assert engine.positions == list(range(number * 16, 113))
+        engine.check_rows()
+    assert store.place.block(name).exists()
 
 
 def test_several_damaged_blocks_are_each_told_of_once(open_store: Opener) -> None:

@@ -101,7 +101,7 @@ def test_a_session_whose_words_are_damaged_cannot_be_continued(
     engine.evaluate(some_ids(20, seed=3))
     with pytest.raises(NotFound) as refusal:
         Session(open_store(), engine, "chat").stored_token_ids()
-    assert "cannot be read" in refusal.value.hint
+    assert "session 'chat' is damaged" in refusal.value.hint
     assert engine.held == 20
     engine.check_rows()
 

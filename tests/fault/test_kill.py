@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -69,6 +68,6 @@ def test_a_killed_save_loses_nothing_that_was_reported(store_path: Path) -> None
             file.unlink()  # the names start again in the next round
         if number % 5 == 4:
             for index in store_path.glob("index.sqlite3*"):
-                os.unlink(index)
+                index.unlink()
     assert saves > ROUNDS
     assert len(list((store_path / "tmp").glob("*"))) <= ROUNDS

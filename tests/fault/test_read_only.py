@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvsnap.formats.errors import StoreReadOnly
+from kvsnap.formats.errors import StoreFull, StoreReadOnly
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.faults import flip
 from kvsnap.testing.stamped import StampedEngine
@@ -40,36 +40,17 @@ def open_up(path: Path, folders: int = 0o555, files: int = 0o444) -> None:
         entry.chmod(folders if entry.is_dir() else files)
 
 
-def as_nobody(child: Child, *args: object) -> dict:
-    (found,) = child(*args, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
-    return found
-
-
 def tree(path: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in path.rglob("*")}
 
 
-def can_run_python_as_nobody() -> bool:
-    command = [sys.executable, "-c", "import kvsnap.kvstore.store"]
-    done = subprocess.run(
-        command,
-        check=False,
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        cwd="/",
-        capture_output=True,
-    )
-    return done.returncode == 0
-
-
 @pytest.fixture
 def nobody(child: Child) -> Callable[..., dict]:
+    """Run an action of child.py as another user; modes mean nothing to root."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
-    if not can_run_python_as_nobody():
-        pytest.skip("the checkout cannot be read by other users")
-    return lambda *args: as_nobody(child, *args)
+    environment = {**os.environ, "CHILD_USER": str(NOBODY)}
+    return lambda *args: child(*args, env=environment, cwd="/")[0]
 
 
 @pytest.mark.parametrize("index", ["there", "deleted", "damaged", "with its log"])
@@ -126,12 +107,11 @@ def test_blocks_that_another_user_may_not_read_are_a_miss_and_stay(
 
 
 def test_a_store_closed_to_the_user_is_an_error_of_one_line(
-    shared: Path, child: Child, nobody: Callable[..., dict]
+    shared: Path, nobody: Callable[..., dict]
 ) -> None:
-    assert nobody
     open_up(shared, 0o700, 0o600)
-    with pytest.raises(AssertionError, match="StoreReadOnly|StoreError"):
-        as_nobody(child, "turn", shared, 80, 0, "chat", "save")
+    with pytest.raises(AssertionError, match="StoreReadOnly"):
+        nobody("turn", shared, 80, 0, "chat", "save")
 
 
 @pytest.fixture
@@ -171,15 +151,13 @@ def test_a_file_system_mounted_read_only_is_read_from(mounted: Path) -> None:
 
 def test_a_full_disk_is_told_and_keeps_what_was_stored(mounted: Path) -> None:
     # A47: until the file system is full, then on; and again after somebody made room.
-    from kvsnap.formats.errors import StoreFull
-
     ballast, path = mounted / "ballast", mounted / "store"
     ballast.write_bytes(bytes(1_200_000))
     saved = 0
-    with pytest.raises(StoreFull), Store(path) as store:
+    with Store(path) as store, contextlib.suppress(StoreFull):
         for saved in range(100):
             turn(store, StampedEngine(), some_ids(300, seed=saved), f"chat/{saved}", codec="raw")
-    assert saved > 1
+    assert 1 < saved < 99
     with Store(path) as store:
         assert not list(store.place.temporary.glob("*"))
         for number in range(saved):

@@ -54,6 +54,11 @@ def test_rows_need_not_be_contiguous(
     assert whole(pack_block(block_record, get_codec("raw"), layout, strided)) == block_bytes()
 
 
+def test_planes_may_come_in_any_order(random_rows: Rows, block_bytes: Bytes) -> None:
+    backwards = dict(reversed(random_rows().items()))
+    assert block_bytes(rows=backwards) == block_bytes()
+
+
 def test_raw_and_zstd_files_of_one_block_differ_only_in_how_they_are_stored(
     block_bytes: Bytes,
 ) -> None:

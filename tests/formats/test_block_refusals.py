@@ -145,6 +145,19 @@ def test_token_ids_of_another_shape_are_damaged(
     assert type(error) is Damaged
 
 
+@pytest.mark.parametrize("name", ["other.k", "full.q", "full.kk", "zz", "full"])
+def test_a_tensor_that_the_layout_does_not_have_is_damaged_and_named(
+    block_bytes: Bytes, resign: Bytes, name: str
+) -> None:
+    def add(header: dict[str, Any], data: bytearray) -> None:
+        end = len(data)
+        header[name] = {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]}
+        data += bytes(4)
+
+    error = refusal(resign(block_bytes(), add))
+    assert error.what == f"tensors that the layout does not have: [{name!r}]"
+
+
 class Canary:
     def __init__(self, path: Path) -> None:
         self.path = path

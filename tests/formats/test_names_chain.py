@@ -77,3 +77,13 @@ def test_naming_a_chain_copies_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     chain_names(KEY, IDS, BLOCK)
     assert len(hashed) == 4
     assert all(np.shares_memory(part, IDS) for part in hashed)
+
+
+def test_the_whole_digest_of_a_media_item_and_its_offset_enter_the_name() -> None:
+    # A09: placeholder ids are equal for every picture, and 16 bits of a digest are not enough.
+    one, two = bytes(30) + b"\xab\xcd", b"\x01" + bytes(29) + b"\xab\xcd"
+    payloads = [one + bytes(4), two + bytes(4), one + b"\1\0\0\0"]
+    ids = token_array([9] * BLOCK)
+    found = {names.block_name(KEY, CHAIN[0], ids, names.extra("media", p)) for p in payloads}
+    found.add(names.block_name(KEY, CHAIN[0], ids))
+    assert len(found) == 4

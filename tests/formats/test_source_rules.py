@@ -17,7 +17,7 @@ CODE_RUNNERS = {
     "jsonpickle", "yaml", "ruamel", "code", "codeop",
 }  # fmt: skip
 CALLS = {"hash", "eval", "exec", "compile", "__import__"}
-METHODS = {"torch.load", "np.load", "numpy.load", "re.Scanner", "builtins.hash", "builtins.eval"}
+METHODS = {"torch.load", "np.load", "numpy.load", "builtins.hash", "builtins.eval"}
 
 
 def breaches(source: str) -> Iterator[str]:

@@ -88,6 +88,27 @@ def test_blocks_of_any_layout_come_back_and_all_codecs_agree(layout: Layout, see
     assert len(contents) == 1
 
 
+def session_record(layout: Layout, tokens: int, **changes: Any) -> SessionRecord:
+    root, ids = root_of(identity_of(layout)), token_array(range(tokens))
+    fields: dict[str, Any] = {
+        "name": "alice",
+        "tenant_id": "default",
+        "root_id": root.root_id,
+        "identity": root.identity,
+        "block_size": BLOCK_SIZE,
+        "revision": 1,
+        "token_ids": ids,
+        "chain": tuple(chain_names(root.key, ids, BLOCK_SIZE)),
+    }
+    return SessionRecord(**(fields | changes))
+
+
+def session_bytes(layout: Layout, tokens: int, codec: str, **changes: Any) -> bytes:
+    record = session_record(layout, tokens, **changes)
+    tail = random_rows(layout, record.tail_tokens, 1) if record.tail_tokens else {}
+    return joined(pack_session(record, get_codec(codec), layout, tail))
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -106,27 +127,16 @@ json_values = st.recursive(
 def test_sessions_of_any_layout_and_notes_come_back(
     layout: Layout, tokens: int, codec: str, notes: dict[str, Any], name: str, revision: int
 ) -> None:
-    root, ids = root_of(identity_of(layout)), token_array(range(tokens))
-    record = SessionRecord(
-        name=name,
-        tenant_id="default",
-        root_id=root.root_id,
-        identity=root.identity,
-        block_size=BLOCK_SIZE,
-        revision=revision,
-        token_ids=ids,
-        chain=tuple(chain_names(root.key, ids, BLOCK_SIZE)),
-        notes=notes,
-    )
-    tail = random_rows(layout, tokens % BLOCK_SIZE, 1) if tokens % BLOCK_SIZE else {}
-    file = memoryview(joined(pack_session(record, get_codec(codec), layout, tail)))
+    changes = {"notes": notes, "name": name, "revision": revision}
+    file = memoryview(session_bytes(layout, tokens, codec, **changes))
     check_file_digest(file)
     session = parse_session(file)
     session.check_talk()
     found = session.record
-    assert (found.name, found.notes, found.revision, found.chain) == (
-        name, notes, revision, record.chain,
-    )  # fmt: skip
+    assert {key: getattr(found, key) for key in changes} == changes
+    assert found.token_ids.tolist() == list(range(tokens))
+    assert found.chain == session_record(layout, tokens).chain
+    tail = random_rows(layout, tokens % BLOCK_SIZE, 1) if tokens % BLOCK_SIZE else {}
     rows = session.tail_rows()
     assert rows.keys() == tail.keys()
     assert all(np.array_equal(rows[plane], tail[plane]) for plane in tail)
@@ -159,17 +169,28 @@ def bend(value: Any, data: st.DataObject) -> None:
         del inside[key]
 
 
+def read_block(file: memoryview) -> None:
+    parse_block(file).check_content()
+
+
+def read_session(file: memoryview) -> None:
+    session = parse_session(file)
+    session.tail_rows()
+    session.check_talk()
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=300)
 @given(
-    layout=layouts(),
+    layout=layouts(cut=True),
     codec=st.sampled_from(["raw", "zstd"]),
-    data=st.data(),
+    session=st.booleans(),
     flips=st.integers(0, 2),
+    data=st.data(),
 )
 def test_a_signed_file_with_a_bent_header_is_read_or_refused(
-    layout: Layout, codec: str, data: st.DataObject, flips: int
+    layout: Layout, codec: str, session: bool, flips: int, data: st.DataObject
 ) -> None:
-    file = block_bytes(layout, codec, 1)
+    file = session_bytes(layout, 6, codec) if session else block_bytes(layout, codec, 1)
     (size,) = struct.unpack_from("<Q", file)
     header, body = json.loads(file[8 : 8 + size]), bytearray(file[8 + size :])
     header["__metadata__"]["file"] = "0" * 64
@@ -183,7 +204,7 @@ def test_a_signed_file_with_a_bent_header_is_read_or_refused(
     refusal = ""
     try:
         check_file_digest(memoryview(signed))
-        parse_block(memoryview(signed)).check_content()
+        (read_session if session else read_block)(memoryview(signed))
     except (Damaged, Unsupported) as error:
         refusal = error.what
     assert "\n" not in refusal

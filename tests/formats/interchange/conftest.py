@@ -72,7 +72,7 @@ def _state(
         for number, width in [k] * layers:
             words.append(struct.pack("<iQ", number, width) + bytes(width * cells))
         for number, width in [v] * layers:
-            item = 4 if number == 0 else 2
+            item = {0: 4, 2: 18, 8: 34}.get(number, 2)
             columns = struct.pack("<iII", number, item, width // item)
             words.append(columns if v_trans else struct.pack("<iQ", number, width))
             words.append(bytes(width * cells))

@@ -94,11 +94,17 @@ def test_bytes_left_over_are_refused(state: State, more: bytes) -> None:
     assert f"{len(more)} bytes follow" in refusal(state(last=more)).what
 
 
-@pytest.mark.parametrize("number", [2, 8, 20])
-def test_quantized_and_transposed_v_is_refused_by_name(state: State, number: int) -> None:
-    error = refusal(state(v_trans=1, v=(number, 4)))
+@pytest.mark.parametrize(("number", "width"), [(2, 18), (2, 36), (8, 34), (20, 18)])
+def test_quantized_and_transposed_v_is_refused_by_name(
+    state: State, number: int, width: int
+) -> None:
+    error = refusal(state(v_trans=1, v=(number, width)))
     assert type(error) is Unsupported
     assert "transposed V of type" in error.what
+
+
+def test_transposed_v_of_no_columns_is_refused(state: State) -> None:
+    assert type(refusal(state(v_trans=1, v=(1, 0)))) is Unsupported
 
 
 def test_transposed_v_of_another_element_size_is_refused(state: State) -> None:

@@ -1,0 +1,96 @@
+"""SQLite as the index uses it: how a database is opened, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvsnap.formats.errors import IndexDamaged, StoreError, StoreFull, StoreReadOnly
+from kvsnap.kvstore.files import FILE_MODE, store_errors
+
+WAIT_SECONDS = 60.0
+"""How long to wait for another process's transaction. They hold a rename and a row, never more,
+except for a rebuild."""
+_TRY_AGAIN = "run the command again: the index is built anew from the files"
+_NO_DAMAGE = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_AUTH,
+}
+"""What SQLite reports of its surroundings; all else (a missing table too) tells of its content."""
+_CREATING = threading.Lock()
+"""To close a file lets go of the process's locks on it: no connection may be open by then."""
+ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""A damaged schema makes error messages that Python's layer fails to decode."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database at `path` for reading and writing; it is created where it is missing."""
+    _create(path)
+    connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
+    _use_write_ahead_log(connection)
+    # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
+    # never a session: those are files.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+def _create(path: Path) -> None:
+    """An empty database with its mode from the first moment on; the log's files inherit it."""
+    with _CREATING, store_errors(path), contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Of several that switch a new database over at once SQLite refuses some without waiting."""
+    give_up = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(0.005)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error tells of what is in the database, not of the disk or of other processes."""
+    if isinstance(error, sqlite3.ProgrammingError):
+        return False
+    code = getattr(error, "sqlite_errorcode", None)  # absent where Python's own layer raised
+    return code is None or code & 0xFF not in _NO_DAMAGE
+
+
+@contextlib.contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into store errors; `IndexDamaged` where the content is at fault."""
+    try:
+        yield
+    except ERRORS as error:
+        if is_damage(error):
+            raise IndexDamaged(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error
+        if "full" in str(error) or "disk I/O" in str(error):
+            raise StoreFull(
+                f"no space left for the store in {path.parent}",
+                "free some space or point --store elsewhere; what was stored before is kept",
+            ) from error
+        if "readonly" in str(error) or "unable to open" in str(error):
+            raise StoreReadOnly(
+                f"cannot write to the store in {path.parent} ({error})",
+                "check the folder's owner and mode, or point --store elsewhere",
+            ) from error
+        raise StoreError(f"the index {path} cannot be used: {error}", _TRY_AGAIN) from error
