@@ -21,7 +21,7 @@ from kvsnap.formats.fields import (
 from kvsnap.formats.identity import EXACT, layout_of
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
-from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows
+from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows, rows_of_file
 
 KIND = "block"
 
@@ -70,7 +70,7 @@ class BlockFile:
     def check_content(self) -> None:
         """Decode and compare the `content` digest: what verify does, and a read does not."""
         layout = self.layout()
-        rows = layout.empty(len(self.record.token_ids))
+        rows = rows_of_file(layout, len(self.record.token_ids))
         self.decode_into(layout, rows)
         ids = self.record.token_ids.astype("<u4").tobytes()
         if content_digest(self.record.fields(), ids, rows) != self.content:

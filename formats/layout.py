@@ -13,6 +13,7 @@ page_bytes]): numpy has no bfloat16, and nothing here computes with the values.
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 from collections.abc import Mapping
@@ -103,10 +104,14 @@ class Layout:
         if len(self.planes()) != sum(len(group.planes) for group in self.groups):
             raise Damaged("two planes of the layout have one name")
 
-    def planes(self) -> dict[str, tuple[int, Plane]]:
-        """`GROUP.PLANE` → (layers, plane), sorted by name: the order in files and digests."""
+    @functools.cached_property
+    def _planes(self) -> dict[str, tuple[int, Plane]]:
         found = {f"{g.name}.{p.name}": (g.layers, p) for g in self.groups for p in g.planes}
         return dict(sorted(found.items()))
+
+    def planes(self) -> dict[str, tuple[int, Plane]]:
+        """`GROUP.PLANE` → (layers, plane), sorted by name: the order in files and digests."""
+        return self._planes
 
     @property
     def can_cut(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 
@@ -13,6 +14,9 @@ from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Layout, Rows
+
+MAX_DECODED = 2**31
+"""A block of 1,024 tokens of a 405B model in f32 has half of this."""
 
 
 def contiguous(rows: Rows) -> dict[str, np.ndarray]:
@@ -40,6 +44,21 @@ def decode_rows(
         left -= own
     if left:
         raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
+
+
+def rows_of_file(layout: Layout, tokens: int) -> dict[str, np.ndarray]:
+    """Arrays to decode a file's rows into, where the layout comes from the file itself.
+
+    A small file must not make its reader allocate the machine's memory: `Damaged` above
+    `MAX_DECODED`.
+    """
+    size = sum(
+        math.prod(plane.memory_shape(layers, tokens)) * plane.itemsize
+        for layers, plane in layout.planes().values()
+    )
+    if size > MAX_DECODED:
+        raise Damaged(f"the rows would take {size} bytes, more than any block has")
+    return layout.empty(tokens)
 
 
 def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> str:

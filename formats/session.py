@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.container import Packed, Tensor, pack, parse
-from kvsnap.formats.errors import Damaged
+from kvsnap.formats.errors import Damaged, UsageError
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
     check_version,
@@ -28,7 +28,7 @@ from kvsnap.formats.fields import (
 from kvsnap.formats.identity import EXACT, layout_of
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
-from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows
+from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows, rows_of_file
 
 KIND = "session"
 
@@ -90,7 +90,7 @@ class SessionFile:
         rows: dict[str, np.ndarray] = {}
         if self.record.tail_tokens:
             layout = layout_of(self.record.identity)
-            rows = layout.empty(self.record.tail_tokens)
+            rows = rows_of_file(layout, self.record.tail_tokens)
             decode_rows(self.codec, layout, self.tensors, rows)
         elif self.tensors:
             raise Damaged(f"tensors without a tail: {reprlib.repr(sorted(self.tensors))}")
@@ -168,7 +168,10 @@ def parse_session(buffer: memoryview) -> SessionFile:
 
 def _notes(record: SessionRecord) -> str:
     """The notes as they read back: a number that is a key is text there, and sorts as text."""
-    notes = json.loads(json.dumps(record.notes))
+    try:
+        notes = json.loads(json.dumps(record.notes, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a session's notes must be JSON: {error}") from error
     return json.dumps(notes, sort_keys=True, separators=(",", ":"))
 
 

@@ -76,6 +76,4 @@ def _plane_bytes(tensor: Tensor, size: int) -> Array:
         data = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Damaged(f"a compressed plane cannot be decoded: {error}") from error
-    if len(data) != size:
-        raise Damaged(f"a compressed plane decodes to {len(data)} bytes, not {size}")
     return np.frombuffer(data, np.uint8)
