@@ -18,6 +18,7 @@ from kvsnap.formats.errors import (
     IndexDamaged,
     NotFound,
     ParentMissing,
+    SessionMoved,
     StoreError,
 )
 from kvsnap.formats.identity import EXACT, differences, root_of
@@ -137,9 +138,9 @@ class Session:
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
         """Store what the engine holds; when this returns it survives a power cut.
 
-        Raises `SessionMoved` (after storing it under another name) where somebody saved this
-        session meanwhile, `StoreError`s where the disk does not take it: blocks written until
-        then are kept and found by the next save.
+        Raises `SessionMoved` (after storing it under another name, which is this session's from
+        then on) where somebody saved it meanwhile, `StoreError`s where the disk does not take it:
+        blocks written until then are kept and found by the next save.
         """
         return _try_again(lambda: self._save(notes, pinned))
 
@@ -164,7 +165,14 @@ class Session:
                 pinned=pinned or (self.stored is not None and self.stored.record.pinned),
                 notes=dict(notes or {}),
             )
-            saved = self.store.sessions.save(record, self.codec, self.layout, tail, self._revision)
+            try:
+                saved = self.store.sessions.save(
+                    record, self.codec, self.layout, tail, self._revision
+                )
+            except SessionMoved as moved:  # goes on as that: not one more session a save
+                self.name, self._revision = moved.stored_as, 1
+                self.stored = self._load()
+                raise
             self._revision = saved.revision  # it stands there, also where the sync now fails
             self.store.sessions.sync(saved)
             self.stored = self._load()  # its tail and its pin are this session's from now on

@@ -96,6 +96,20 @@ def test_of_two_concurrent_saves_the_second_is_stored_beside(
         engine.check_rows()
 
 
+def test_a_moved_session_goes_on_under_its_new_name(open_store: Opener) -> None:
+    first, second = (Session(open_store(), StampedEngine(), "chat") for _ in range(2))
+    first.save()
+    second.engine.evaluate(some_ids(20))
+    with pytest.raises(SessionMoved):
+        second.save()
+    second.engine.evaluate(some_ids(5, seed=2))
+    saved = second.save()
+    assert (saved.session, saved.revision) == ("chat@2", 2)
+    listed = [item.session.record.name for item in open_store().sessions.list() if item.session]
+    assert sorted(listed) == ["chat", "chat@2"]
+    assert Session(open_store(), StampedEngine(), "chat").stored_token_ids().tolist() == []
+
+
 def test_many_threads_saving_one_session_lose_nothing(open_store: Opener) -> None:
     store, gate, names = open_store(), threading.Barrier(6), []
 
