@@ -6,6 +6,7 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from kvsnap.formats import names
 from kvsnap.formats.block import BlockFile, BlockRecord, pack_block, parse_block
 from kvsnap.formats.codecs import Codec
-from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.container import MAX_HEADER, check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Rows
@@ -109,7 +110,7 @@ class Blocks:
         `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
         the file must then begin with them and its name must follow from all its ids.
         """
-        block = self._load(root, wanted)
+        block = self._load(root, wanted, layout)
         count = len(block.record.token_ids)
         try:
             if tokens == slice(0, count):
@@ -142,11 +143,18 @@ class Blocks:
         except StoreError:
             return  # remembered above; the caller's read goes on without the block
 
-    def _load(self, root: Root, wanted: Wanted) -> BlockFile:
+    def remove(self, name: bytes, reason: str) -> None:
+        """Delete a block's file, whatever is in it; its row stays, as for a damaged one."""
+        self.misses[name] = reason
+        with contextlib.suppress(StoreError), self.index.transaction() as db:
+            self.index.lose(db, name, reason)
+            self.place.block(name).unlink(missing_ok=True)
+
+    def _load(self, root: Root, wanted: Wanted, layout: Layout) -> BlockFile:
         """The block over this thread's scratch buffer: decode it before the next one is read."""
         path = self.place.block(wanted.name)
         try:
-            buffer = files.read_whole(path, _SCRATCH)
+            buffer = files.read_whole(path, _SCRATCH, self._largest(layout))
             check_file_digest(buffer)
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)
@@ -162,6 +170,10 @@ class Blocks:
         except KvsnapError as error:
             raise self._missed(root, wanted.name, error.what, aside=True) from error
         return block
+
+    def _largest(self, layout: Layout) -> int:
+        """No block file is longer: codecs never store more than the rows."""
+        return MAX_HEADER + self.place.block_size * (layout.token_bytes() + 4)
 
     @staticmethod
     def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:

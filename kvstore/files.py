@@ -17,18 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsnap.formats.container import Packed
+from kvsnap.formats.container import MAX_HEADER, Packed
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, StoreFull, StoreReadOnly
+from kvsnap.formats.rowset import MAX_DECODED
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
+MAX_FILE = MAX_DECODED + 2 * MAX_HEADER
+"""No file of a store is longer; a sparse one may claim terabytes, and memory must not follow."""
 SYNC_THREADS = 8
 """fsync waits for the device, not for a core: eight at once took 0.3x of one by one here."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def store_error(error: OSError, path: Path) -> KvsnapError:
+def store_error(error: OSError, path: Path, doing: str = "write to") -> KvsnapError:
     """The store error that an operating system error means."""
     if error.errno in _FULL:
         return StoreFull(
@@ -37,7 +40,7 @@ def store_error(error: OSError, path: Path) -> KvsnapError:
         )
     if error.errno in _READ_ONLY:
         return StoreReadOnly(
-            f"cannot write to the store in {path.parent} ({error.strerror})",
+            f"cannot {doing} the store in {path.parent} ({error.strerror})",
             "check the folder's owner and mode, or point --store elsewhere",
         )
     return StoreError(f"{path}: {error.strerror}", "check the disk; kvsnap doctor says more")
@@ -90,13 +93,13 @@ class Scratch(threading.local):
         return self.buffer.data.cast("B")[:size]
 
 
-def read_whole(path: Path, scratch: Scratch | None = None) -> memoryview:
+def read_whole(path: Path, scratch: Scratch | None = None, limit: int = MAX_FILE) -> memoryview:
     """A file's bytes in a buffer, never a mapping: a mapped file can change under an engine.
 
     The buffer is fresh, or the thread's scratch, which the next read overwrites.
 
     Raises FileNotFoundError, PermissionError and OSError as they come, and `Damaged` for what is
-    no regular file or changes its length meanwhile.
+    no regular file, longer than `limit`, or changes its length meanwhile.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -109,6 +112,8 @@ def read_whole(path: Path, scratch: Scratch | None = None) -> memoryview:
         if not stat.S_ISREG(status.st_mode):
             raise Damaged("something that is no regular file stands in the file's place")
         size = status.st_size
+        if size > limit:
+            raise Damaged(f"the file has {size} bytes, more than it can need")
         buffer = scratch.take(size) if scratch else np.empty(size, np.uint8).data.cast("B")
         at = 0
         while at < len(buffer):
@@ -137,11 +142,11 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def _sync_one(path: Path) -> None:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
     with store_errors(path):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         try:
             if hasattr(os, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
                 import fcntl

@@ -110,7 +110,7 @@ def read_settings(place: Place) -> Settings:
     except (FileNotFoundError, NotADirectoryError):
         return Settings()
     except OSError as error:
-        raise files.store_error(error, place.settings) from error
+        raise files.store_error(error, place.settings, "read") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, Damaged):
         return Settings(problem=f"{place.settings} is damaged; the defaults are used")
     if version != FORMAT_VERSION:

@@ -20,6 +20,7 @@ from kvsnap.formats.errors import (
     ParentMissing,
     SessionMoved,
     StoreError,
+    Unsupported,
 )
 from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
@@ -63,6 +64,8 @@ class Session:
         self.codec = get_codec(codec)
         self.tenant_id = tenant_id(tenant)
         self.layout = engine.layout
+        if not self.layout.can_cut:
+            raise Unsupported("engines whose rows are whole pages are not handled yet")
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
         self._written = _Written()

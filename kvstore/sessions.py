@@ -48,7 +48,7 @@ class Sessions:
         except (FileNotFoundError, NotADirectoryError):
             raise NotFound(f"no session {name!r} in the store", _SEE_LS) from None
         except OSError as error:
-            raise files.store_error(error, path) from error
+            raise files.store_error(error, path, "read") from error
         except Damaged as error:
             raise Damaged(f"session {name!r} is damaged: {error.what}", _SAVE_AGAIN) from error
         if found.record.name != name or found.record.tenant_id != tenant_id:

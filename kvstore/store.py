@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from kvsnap.formats.errors import ParentMissing, StoreError
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
@@ -52,7 +53,16 @@ class Store:
         rows = (self.index.find(name) for name in names)
         due = [row.name for row in rows if row is not None and not row.synced]
         paths = [self.place.block(name) for name in due]
-        files.sync(paths)
+        try:
+            files.sync(paths)
+        except StoreError:
+            # After a failed fsync the kernel may drop the pages and let the next one succeed: what
+            # is in doubt is written anew.
+            for name in due:
+                self.blocks.remove(name, "it could not be brought to the device")
+            raise
+        if any(files.file_size(path) is None for path in paths):
+            raise ParentMissing("a block was removed while its session was saved", "save it again")
         if paths:
             folders = (path.parent for path in paths)
             files.sync([*folders, self.place.blocks, self.place.root])
