@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvsnap.cli.output import Output
-from kvsnap.formats.errors import KvsnapError, StoreFull
+from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
 
 COMMANDS = {
     "demo": "The whole job on the bundled model, with its timings.",
@@ -129,9 +129,13 @@ def main(arguments: list[str] | None = None) -> None:
         code = _interrupted()
     except KeyboardInterrupt:
         code = _interrupted()
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = error.exit_code
+    except click.ClickException as error:
+        ctx = getattr(error, "ctx", None)
+        name = ctx.command_path if ctx is not None else "kvsnap"
+        code = _report(UsageError(error.format_message().rstrip("."), f"{name} --help says more"))
     except BrokenPipeError:
         # The reader of stdout went away; point it elsewhere so that shutdown does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

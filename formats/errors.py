@@ -93,3 +93,5 @@ class SessionMoved(PartlyDone):
     def __init__(self, stored_as: str, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
         self.stored_as = stored_as
+        self.report: object = None
+        """The save's report, where a session's save raised this."""

@@ -82,11 +82,13 @@ class Blocks:
         files.make_dir(path.parent)
         temporary = files.write_temporary(self.place.temporary, packed)
         try:
+            if files.file_size(path) is not None:
+                # What stands there may be synced and part of a session that was reported saved.
+                files.sync_all([temporary])
             with self.index.transaction() as db:
-                row = self.index.find(wanted.name)
-                faster = row is not None and row.reachable and wanted.name not in self.misses
-                if row is not None and faster and files.file_size(path) == row.bytes:
-                    return 0  # another process stored it meanwhile
+                if self._already_there(wanted.name, root):
+                    self.misses.pop(wanted.name, None)
+                    return 0
                 self.index.insert(db, record, packed.size, codec.id, synced=False)
                 if path.is_dir():
                     self.place.set_aside(path, "a folder stood in the file's place")
@@ -170,6 +172,13 @@ class Blocks:
         except KvsnapError as error:
             raise self._missed(root, wanted.name, error.what, aside=True) from error
         return block
+
+    def _already_there(self, name: bytes, root: Root) -> bool:
+        """Whether another process stored the block meanwhile, or a verdict of ours was rash."""
+        row, path = self.index.find(name), self.place.block(name)
+        if row is None or not row.reachable or files.file_size(path) != row.bytes:
+            return False
+        return name not in self.misses or _intact_size(path, name, root) == row.bytes
 
     def _largest(self, layout: Layout) -> int:
         """No block file is longer: codecs never store more than the rows."""

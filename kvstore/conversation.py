@@ -8,6 +8,7 @@ prefix of the new one; then the whole text is tokenized, and reuse ends at the f
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ class Prompt:
     """Ids to evaluate, and what a session remembers of them.
 
     `kind` is "chat" or "raw"; `text` is the text that the ids stand for (chat only); `answering`
-    says that the ids end inside an assistant's answer. `rewritten`: the template changed history.
+    says that the ids end inside an assistant's answer, `open_bytes` that its last character is
+    incomplete. `warning` is for the person: something about the conversation was lost.
     """
 
     token_ids: TokenIds
@@ -48,7 +50,8 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     text: str = ""
     answering: bool = False
-    rewritten: bool = False
+    open_bytes: bytes = b""
+    warning: str = ""
 
     def notes(self, model: str) -> dict[str, Any]:
         found: dict[str, Any] = {"kind": self.kind, "model": model}
@@ -56,6 +59,7 @@ class Prompt:
             found |= {
                 "answering": self.answering,
                 "messages": list(self.messages),
+                "open_bytes": self.open_bytes.hex(),
                 "text": self.text,
             }
         return found
@@ -74,10 +78,10 @@ def check_messages(value: Any) -> tuple[Message, ...]:
             'for example: [{"role": "user", "content": "Hello"}]',
         )
     for message in value:
-        if not isinstance(message.get("content"), str):
+        if not isinstance(message.get("content"), str) or not _is_text(message["content"]):
             raise UsageError(
                 "only text content can be saved: token ids do not tell images apart",
-                'give each message a "content" that is a string',
+                'give each message a "content" that is a string of Unicode text',
             )
     return tuple(value)
 
@@ -88,21 +92,25 @@ def new_prompt(engine: TextEngine, source: Source, *, answer: bool) -> Prompt:
         return _rendered(engine, check_messages(list(source.messages)), answer)
     if source.token_ids is not None:
         return Prompt(token_ids=token_array(source.token_ids), kind="raw")
-    return Prompt(token_ids=engine.tokenize(source.text or "", first=True), kind="raw")
+    text = _checked(source.text or "")
+    return Prompt(token_ids=engine.tokenize(text, first=True), kind="raw")
 
 
 def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Prompt:
     """A stored session and what follows it: `text` is the next user turn of a chat."""
     notes = record.notes
     if source.token_ids is not None:
-        return _joined(record, token_array(source.token_ids))
+        warning = "the session is no chat any more: what ids say is not known as messages"
+        more = token_array(source.token_ids)
+        return _joined(record, more, warning if notes.get("kind") == "chat" else "")
     if notes.get("kind") != "chat":
         if source.messages is not None:
             raise UsageError(
                 f"session {record.name!r} is raw text, so --messages cannot be appended to it",
                 "give --prompt, or start a chat: kvsnap save --messages",
             )
-        return _joined(record, engine.tokenize(source.text or "", first=len(record.token_ids) == 0))
+        text = _checked(source.text or "")
+        return _joined(record, engine.tokenize(text, first=len(record.token_ids) == 0))
     messages, stored_text = _chat_notes(notes)
     if not source.given and notes.get("answering"):
         return Prompt(
@@ -111,18 +119,23 @@ def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Pr
             messages=messages,
             text=stored_text,
             answering=True,
+            open_bytes=bytes.fromhex(str(notes.get("open_bytes", ""))),
         )
-    more: Sequence[Message] = ()
+    added: Sequence[Message] = ()
     if source.text is not None:
-        more = [{"role": "user", "content": source.text}]
+        added = [{"role": "user", "content": source.text}]
     elif source.messages is not None:
-        more = check_messages(list(source.messages))
-    whole = _rendered(engine, (*messages, *more), answer=True)
+        added = check_messages(list(source.messages))
+    whole = _rendered(engine, (*messages, *added), answer=True)
     if not whole.text.startswith(stored_text):
-        return Prompt(**{**vars(whole), "rewritten": True})
+        return dataclasses.replace(
+            whole,
+            warning="the chat template rewrote earlier turns:"
+            " reuse ends at the first differing token",
+        )
     suffix = engine.tokenize(whole.text[len(stored_text) :], first=False, chat=True)
     ids = np.concatenate([record.token_ids, suffix])
-    return Prompt(**{**vars(whole), "token_ids": ids})
+    return dataclasses.replace(whole, token_ids=ids)
 
 
 def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: bool) -> Prompt:
@@ -130,7 +143,8 @@ def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: 
     ids = np.concatenate([prompt.token_ids, token_array(new_ids)])
     if prompt.kind != "chat":
         return Prompt(token_ids=ids, kind=prompt.kind)
-    text = readable(engine.detokenize(new_ids))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(prompt.open_bytes + engine.detokenize(new_ids))
     messages = prompt.messages
     if prompt.answering and messages and messages[-1]["role"] == "assistant":
         last = {**messages[-1], "content": messages[-1]["content"] + text}
@@ -143,6 +157,7 @@ def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: 
         messages=messages,
         text=prompt.text + text,
         answering=not ended,
+        open_bytes=b"" if ended else decoder.getstate()[0],
     )
 
 
@@ -157,8 +172,24 @@ def _rendered(engine: TextEngine, messages: tuple[Message, ...], answer: bool) -
     return Prompt(token_ids=ids, kind="chat", messages=messages, text=text)
 
 
-def _joined(record: SessionRecord, more: TokenIds) -> Prompt:
-    return Prompt(token_ids=np.concatenate([record.token_ids, more]), kind="raw")
+def _joined(record: SessionRecord, more: TokenIds, warning: str = "") -> Prompt:
+    ids = np.concatenate([record.token_ids, more])
+    return Prompt(token_ids=ids, kind="raw", warning=warning)
+
+
+def _checked(text: str) -> str:
+    """Text that a tokenizer can take: lone surrogates come of bytes that were no UTF-8."""
+    if not _is_text(text):
+        raise UsageError("the prompt is not valid Unicode text", "give it as UTF-8")
+    return text
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chat_notes(notes: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:

@@ -39,11 +39,18 @@ def store_error(error: OSError, path: Path, doing: str = "write to") -> KvsnapEr
             "free some space or point --store elsewhere; what was stored before is kept",
         )
     if error.errno in _READ_ONLY:
-        return StoreReadOnly(
-            f"cannot {doing} the store in {path.parent} ({error.strerror})",
-            "check the folder's owner and mode, or point --store elsewhere",
-        )
+        if doing == "write to":
+            return read_only(path.parent, error.strerror or "")
+        return StoreError(f"cannot {doing} {path} ({error.strerror})", "check its owner and mode")
     return StoreError(f"{path}: {error.strerror}", "check the disk; kvsnap doctor says more")
+
+
+def read_only(folder: Path, why: str = "") -> StoreReadOnly:
+    """The error for a store that nothing can be written to."""
+    return StoreReadOnly(
+        f"cannot write to the store in {folder}" + (f" ({why})" if why else ""),
+        "check the folder's owner and mode, or point --store elsewhere",
+    )
 
 
 @contextlib.contextmanager
@@ -135,27 +142,36 @@ def file_size(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def sync(paths: Iterable[Path]) -> None:
-    """Bring files or folders to the device, several at once. Missing ones are passed over."""
+def sync(paths: Iterable[Path]) -> dict[Path, KvsnapError]:
+    """Bring files or folders to the device, several at once; returns those that failed, and why."""
+    todo = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(SYNC_THREADS) as pool:
-        list(pool.map(_sync_one, set(paths)))
+        results = zip(todo, pool.map(_sync_one, todo), strict=True)
+        return {path: error for path, error in results if error is not None}
 
 
-def _sync_one(path: Path) -> None:
-    with store_errors(path):
-        try:
+def sync_all(paths: Iterable[Path]) -> None:
+    """The same, raising the first failure."""
+    for error in sync(paths).values():
+        raise error
+
+
+def _sync_one(path: Path) -> KvsnapError | None:
+    try:
+        with store_errors(path):
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        try:
-            if hasattr(os, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
-                import fcntl
+            try:
+                if hasattr(os, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
+                    import fcntl
 
-                fcntl.fcntl(handle, os.F_FULLFSYNC)
-            else:
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+                    fcntl.fcntl(handle, os.F_FULLFSYNC)
+                else:
+                    os.fsync(handle)
+            finally:
+                os.close(handle)
+    except KvsnapError as error:
+        return error
+    return None
 
 
 def _write_all(handle: int, data: memoryview) -> None:

@@ -9,18 +9,14 @@ big-endian bytes: the sibling with the longest common prefix is a neighbour of t
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvsnap.formats.block import BlockRecord
-from kvsnap.formats.errors import Damaged, ParentMissing, StoreReadOnly
+from kvsnap.formats.errors import Damaged, ParentMissing
 from kvsnap.formats.names import ZERO_PARENT, TokenIds
-from kvsnap.kvstore.sqlite import ERRORS, connect, is_damage, sqlite_errors
+from kvsnap.kvstore.database import Database
 
 INDEX_VERSION = 1
 _SCHEMA = """
@@ -75,19 +71,12 @@ def big_endian(token_ids: TokenIds) -> bytes:
     return token_ids.astype(">u4").tobytes()
 
 
-class Index:
-    """All SQL is here and in rebuild.py. One connection a thread; usable by many processes.
+class Index(Database):
+    """The tables of the index, and what is asked of them."""
 
-    `fill` is called with a connection inside a transaction when the tables are new: it puts in
-    what the files say.
-    """
-
-    def __init__(self, path: Path, fill: Callable[[sqlite3.Connection], None]) -> None:
-        self.path = path
-        self._fill = fill
-        self._local = threading.local()
-        self._damaged = False
-        """A damaged index stands where it cannot be removed: pass it over."""
+    schema = _SCHEMA
+    tables = ("blocks", "roots", "counters", "weights")
+    version = INDEX_VERSION
 
     def find(self, name: bytes) -> Row | None:
         found = self._rows(f"SELECT {_ROW} FROM blocks WHERE name = ?", [name])
@@ -108,30 +97,6 @@ class Index:
         after = f"{where} AND tokens >= ? ORDER BY tokens LIMIT 1"
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
         return self._rows(after, [*keys[0], tokens]) + self._rows(before, [*keys[0], tokens])
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """`BEGIN IMMEDIATE` … commit; rolled back on any error. Nothing slow belongs inside.
-
-        Raises `IndexDamaged` where that shows: try again, once.
-        """
-        if not os.access(self.path.parent, os.W_OK):
-            raise StoreReadOnly(
-                f"cannot write to the store in {self.path.parent}",
-                "check the folder's owner and mode, or point --store elsewhere",
-            )
-        connection = self._connection(for_writing=True)
-        with sqlite_errors(self.path):
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException as error:
-                with contextlib.suppress(sqlite3.Error):
-                    connection.execute("ROLLBACK")
-                if isinstance(error, ERRORS) and is_damage(error):
-                    self._discard()
-                raise
 
     def insert(
         self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str, *, synced: bool
@@ -184,21 +149,17 @@ class Index:
         db.execute("UPDATE blocks SET lost = ?, reachable = 0 WHERE name = ?", (reason, name))
         return set_reachable_below(db, name, False)
 
-    def used(self, deepest: bytes | None, reused: int, computed: int) -> None:
-        """Count one request; recency of a whole chain is that of its deepest block."""
-        with self.transaction() as db:
-            amounts = {
-                "clock": 1,
-                "requests": 1,
-                "reused_tokens": reused,
-                "computed_tokens": computed,
-            }
-            for key, amount in amounts.items():
+    def count_request(self, deepest: bytes | None, reused: int, computed: int) -> None:
+        """Note one request; recency of a whole chain is that of its deepest block."""
+
+        def write(db: sqlite3.Connection) -> None:
+            add = {"clock": 1, "requests": 1, "reused_tokens": reused, "computed_tokens": computed}
+            for key, amount in add.items():
                 db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, key))
-            if deepest is not None:
-                db.execute(
-                    "UPDATE blocks SET used = ? WHERE name = ?", (_counter(db, "clock"), deepest)
-                )
+            clock = _counter(db, "clock")
+            db.execute("UPDATE blocks SET used = ? WHERE name = ?", (clock, deepest))
+
+        self.note(write)
 
     def correct_size(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
         """The file is right and the row is not: believe the file."""
@@ -206,99 +167,18 @@ class Index:
 
     def mark_synced(self, names: Sequence[bytes]) -> None:
         with self.transaction() as db:
-            db.executemany("UPDATE blocks SET synced = 1 WHERE name = ?", [(n,) for n in names])
-
-    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple]:
-        """Read rows; a damaged index is thrown away and built anew from the files."""
-        with sqlite_errors(self.path):
-            try:
-                return self._connection().execute(sql, values).fetchall()
-            except ERRORS as error:
-                if not is_damage(error):
-                    raise
-                self._discard()
-                return self._connection().execute(sql, values).fetchall()
+            db.executemany(
+                "UPDATE blocks SET synced = 1 WHERE name = ? AND lost IS NULL",
+                [(n,) for n in names],
+            )
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
         """Rows of blocks; a row that cannot be one is damage like any other."""
         try:
             return [_row(found) for found in self.query(sql, values)]
         except Damaged:
-            self._discard()
+            self.discard()
             return [_row(found) for found in self.query(sql, values)]
-
-    def close(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
-
-    def _connection(self, for_writing: bool = False) -> sqlite3.Connection:
-        """This thread's connection, opened anew where the file was replaced under it.
-
-        Where the folder is missing or cannot be written, the index is read as it is or built in
-        memory; the first write after the folder has come into being opens it properly.
-        """
-        local = self._local
-        held: sqlite3.Connection | None = getattr(local, "connection", None)
-        if held is not None:
-            current = local.file == _file_key(self.path) or (
-                local.in_memory and not self.path.parent.exists()
-            )
-            if current and not (for_writing and local.in_memory):
-                return held
-            held.close()
-        writable = os.access(self.path.parent, os.W_OK)
-        with sqlite_errors(self.path):
-            try:
-                connection = self._open(writable)
-            except ERRORS as error:
-                if not is_damage(error):
-                    raise
-                self._discard()
-                connection = self._open(writable)
-        local.connection, local.file = connection, _file_key(self.path)
-        local.in_memory = not writable
-        return connection
-
-    def _discard(self) -> None:
-        """Remove a damaged index, which holds nothing that the files lack."""
-        self.close()
-        self._damaged = True
-        if os.access(self.path.parent, os.W_OK):
-            self._damaged = False
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-
-    def _open(self, writable: bool) -> sqlite3.Connection:
-        if writable:
-            connection = connect(self.path)
-        elif self.path.exists() and not self._damaged:
-            # immutable: a WAL database in a folder that cannot be written opens in no other way.
-            uri = f"{self.path.absolute().as_uri()}?immutable=1"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
-        else:
-            connection = sqlite3.connect(":memory:", isolation_level=None)
-        try:
-            connection.execute("PRAGMA foreign_keys = ON")
-            if _version(connection) == INDEX_VERSION:
-                connection.execute("SELECT 1 FROM blocks LIMIT 1")
-                return connection
-            if not writable:  # an older index cannot be renewed in place: build one in memory
-                connection.close()
-                connection = sqlite3.connect(":memory:", isolation_level=None)
-            connection.execute("BEGIN IMMEDIATE")
-            if _version(connection) != INDEX_VERSION:
-                _drop_all(connection)
-                for statement in _SCHEMA.split(";\n"):
-                    connection.execute(statement)
-                self._fill(connection)
-                connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
 def root_number(db: sqlite3.Connection, root_id: str, identity: str) -> int:
@@ -333,22 +213,3 @@ def _counter(db: sqlite3.Connection, name: str) -> int:
         raise sqlite3.DatabaseError(f"the counter {name} is missing")
     value: int = found[0]
     return value
-
-
-def _version(db: sqlite3.Connection) -> int:
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    return version
-
-
-def _drop_all(db: sqlite3.Connection) -> None:
-    db.execute("PRAGMA defer_foreign_keys = ON")
-    for table in ("blocks", "roots", "counters", "weights"):
-        db.execute(f"DROP TABLE IF EXISTS {table}")
-
-
-def _file_key(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

@@ -44,16 +44,15 @@ def longest_prefix(
     token_ids: TokenIds,
     block_size: int,
     limit: int,
-    can_cut: bool,
 ) -> Match:
-    """At most `limit` tokens. `can_cut` allows token-granular reuse inside the next block."""
+    """At most `limit` tokens, the last of them perhaps from the front of a sibling block."""
     whole = min(len(names), limit // block_size)
     if blocks.misses:  # the index need not know of them, and galloping could jump over one
         whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
     depth = gallop(lambda number: blocks.index.is_reachable(names[number]), whole)
     wanted = chain(names, token_ids, block_size, depth)
     tokens = depth * block_size
-    if can_cut and tokens < limit:
+    if tokens < limit:
         parent = names[depth - 1] if depth else ZERO_PARENT
         sibling = _best_sibling(blocks, root, parent, token_ids[tokens:], tokens, block_size)
         if sibling is not None:

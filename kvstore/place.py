@@ -74,7 +74,9 @@ class Place:
                 path.rename(target)
             except FileNotFoundError:
                 return None
-            (self.quarantine / f"{target.name}.reason").write_text(f"{path}\n{reason}\n")
+            note = self.quarantine / f"{target.name}.reason"
+            note.touch(files.FILE_MODE)
+            note.write_text(f"{path}\n{reason}\n")
         return target
 
 
@@ -143,4 +145,4 @@ def write_settings(place: Place) -> None:
     with files.store_errors(place.settings):
         temporary.replace(place.settings)
     # Once in a store's life: a session that was reported saved must not lose the store around it.
-    files.sync([place.settings, place.root, place.root.parent])
+    files.sync_all([place.settings, place.root, place.root.parent])

@@ -14,7 +14,7 @@ from kvsnap.formats.block import BlockRecord, block_record
 from kvsnap.formats.container import Container, Tensor, header_size, parse_header
 from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.names import ZERO_PARENT
-from kvsnap.kvstore.index import big_endian, root_number
+from kvsnap.kvstore.index import big_endian, root_number, set_reachable_below
 from kvsnap.kvstore.place import Place
 
 MISSING = "the file is missing"
@@ -79,38 +79,43 @@ def _described(header: dict[str, Any], start: int, file_size: int) -> tuple[Cont
 def fill_from_files(place: Place, db: sqlite3.Connection) -> None:
     """Insert every block file that stands under its own name; recency follows the files' times.
 
-    A block whose parent is missing is kept, unreachable, until the parent is stored again.
+    Parents are set when all are in: what a file says of its place must not hide another file. A
+    block whose parent is missing is kept, unreachable, until the parent is stored again.
     """
-    found = sorted(_readable(place), key=lambda f: (f.record.start, f.mtime_ns))
-    order = {f.record.name: n for n, f in enumerate(sorted(found, key=lambda f: f.mtime_ns))}
-    insert = (
-        "INSERT OR IGNORE INTO blocks(name, parent, root, start, tokens, bytes, codec, used,"
-        " reachable, lost) VALUES (?,?,?,?,?,?,?,?,?,?)"
-    )
-    for item in found:
+    found = sorted(_readable(place), key=lambda item: item.mtime_ns)
+    for number, item in enumerate(found):
         record = item.record
         root = root_number(db, record.root_id, record.identity)
-        parent, reachable = _parent(db, record, root, insert)
         ids = big_endian(record.token_ids)
-        used = order[record.name]
-        row = (record.name, parent, root, record.start, ids, item.size, item.codec, used)
-        db.execute(insert, (*row, reachable, None))
+        row = (record.name, root, record.start, ids, item.size, item.codec, number)
+        db.execute(
+            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable)"
+            " VALUES (?,?,?,?,?,?,?,0)",
+            row,
+        )
+    for item in found:
+        _set_parent(db, item.record)
+    firsts = [item.record.name for item in found if item.record.parent == ZERO_PARENT]
+    for name in firsts:
+        db.execute("UPDATE blocks SET reachable = 1 WHERE name = ?", (name,))
+        set_reachable_below(db, name, True)
     db.execute("UPDATE counters SET value = ? WHERE name = 'clock'", (len(found),))
 
 
-def _parent(
-    db: sqlite3.Connection, record: BlockRecord, root: int, insert: str
-) -> tuple[int | None, int]:
-    """(row id, reachable) of the block before; a missing one gets a row that says so."""
+def _set_parent(db: sqlite3.Connection, record: BlockRecord) -> None:
+    """Link a block to the one before it; a missing one gets a row that says so."""
     if record.parent == ZERO_PARENT:
-        return None, 1
-    query = "SELECT id, reachable FROM blocks WHERE name = ?"
-    known = db.execute(query, (record.parent,)).fetchone()
-    if known is None:
-        start = max(0, record.start - len(record.token_ids))
-        db.execute(insert, (record.parent, None, root, start, b"", 0, "", 0, 0, MISSING))
-        known = db.execute(query, (record.parent,)).fetchone()
-    return known[0], known[1]
+        return
+    start = max(0, record.start - len(record.token_ids))
+    db.execute(
+        "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable,"
+        " lost) SELECT ?, root, ?, x'', 0, '', 0, 0, ? FROM blocks WHERE name = ?",
+        (record.parent, start, MISSING, record.name),
+    )
+    db.execute(
+        "UPDATE blocks SET parent = (SELECT id FROM blocks WHERE name = ?) WHERE name = ?",
+        (record.parent, record.name),
+    )
 
 
 def _readable(place: Place) -> Iterator[Found]:
@@ -119,7 +124,8 @@ def _readable(place: Place) -> Iterator[Found]:
             found = read_record(path)
         except (KvsnapError, OSError):
             continue  # not ours or damaged: verify and doctor tell of it
-        if place.block(found.record.name) == path:
+        plain = found.record.identity.isascii() and found.codec.isascii()
+        if plain and place.block(found.record.name) == path:
             yield found
 
 

@@ -30,7 +30,7 @@ def read_blocks(
     start: int,
     stop: int,
 ) -> tuple[int, Miss | None]:
-    """Fill `out` [start, stop) from blocks in chain order; `out` covers positions 0...
+    """Fill `out`, whose first row is position `start`, up to `stop` from blocks in chain order.
 
     Returns (tokens, miss): `tokens` is how far the rows are right, `stop` unless a block was
     missed. Rows from there on are undefined.
@@ -39,7 +39,7 @@ def read_blocks(
 
     def fill(block: Wanted) -> Miss | None:
         low, high = max(start, block.start), min(stop, block.start + len(block.token_ids))
-        views = {name: array[:, low:high] for name, array in out.items()}
+        views = {name: array[:, low - start : high - start] for name, array in out.items()}
         tokens = slice(low - block.start, high - block.start)
         try:
             blocks.read_into(root, block, layout, views, tokens)

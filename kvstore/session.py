@@ -15,25 +15,27 @@ from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
+    EngineError,
     IndexDamaged,
     NotFound,
     ParentMissing,
     SessionMoved,
     StoreError,
     Unsupported,
+    UsageError,
 )
-from kvsnap.formats.identity import EXACT, differences, root_of
+from kvsnap.formats.identity import EXACT, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.match import Match, chain, longest_prefix
+from kvsnap.kvstore.match import Match, chain, gallop, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
-from kvsnap.kvstore.why import why_nothing_matched
+from kvsnap.kvstore.why import why_reuse_ended
 
 TRIES = 5
 """Of a save whose ground is moving; each failure is another process's removal, hence rare."""
@@ -68,9 +70,9 @@ class Session:
             raise Unsupported("engines whose rows are whole pages are not handled yet")
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
+        self._asked: TokenIds | None = None
         self._written = _Written()
         self._problems: list[str]
-        self._uncounted: list[tuple[bytes | None, int, int]] = []
         self.stored = self._load()
         self._revision = self.stored.record.revision if self.stored else 0
 
@@ -100,26 +102,34 @@ class Session:
             )
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
+        self.engine.truncate(held)
+        self._asked = ids
+        self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         damage: list[str] = self._problems[:]
+        reused = held
         while True:
-            match, tail = self._best(ids, limit)
-            best = max(match.tokens, tail)
-            if best <= held:
-                self.engine.truncate(held)
-                reused = held
+            match, tail = self._best(ids, limit, damage)
+            if max(match.tokens, tail) <= held:
                 break
-            landing, reused, missed = self._fill(match, tail, held)
-            if missed is None:
-                self.engine.load(landing, ids[:reused])
-                break
-            damage.append(missed)
-        from_store = reused - min(held, reused)
-        self._count(ids, reused, len(ids) - reused)
+            landing, filled, missed = self._fill(match, tail, held)
+            if missed is not None:
+                damage.append(missed)
+                continue
+            try:
+                self.engine.load(landing, ids[:filled])
+                reused = filled
+            except EngineError as error:
+                damage.append(error.what)
+                reused = common_prefix(self.engine.token_ids(), ids)
+            break
+        whole = ids[: reused // self.store.block_size * self.store.block_size]
+        names = chain_names(self.root.key, whole, self.store.block_size)
+        self.store.index.count_request(names[-1] if names else None, reused, len(ids) - reused)
         return ResumeReport(
             prompt_tokens=len(ids),
             reused_tokens=reused,
-            from_store=from_store,
-            stopped_by=self._why(ids, reused, limit, damage),
+            from_store=reused - min(held, reused),
+            stopped_by=self._why(ids, reused, leave, damage),
             damage=tuple(damage),
         )
 
@@ -130,13 +140,19 @@ class Session:
         """
         _try_again(self._put_filled)
 
-    def _put_filled(self) -> None:
-        ids = self.engine.token_ids()
-        size = self.store.block_size
+    def _put_filled(self, *, check_all: bool = False) -> list[bytes]:
+        """Names of the filled blocks, all stored now; `check_all` looks at the files of those that
+        the index has, too."""
+        ids, size = self.engine.token_ids(), self.store.block_size
         wanted = chain(chain_names(self.root.key, ids, size), ids, size)
-        missing = [w for w in wanted if not self.store.blocks.has(w.name)]
+        known = 0
+        if not check_all:
+            reachable = self.store.index.is_reachable
+            known = gallop(lambda number: reachable(wanted[number].name), len(wanted))
+        missing = [w for w in wanted[known:] if not self.store.blocks.has(w.name)]
         for first in range(0, len(missing), SLAB_BLOCKS):
             self._put(missing[first : first + SLAB_BLOCKS])
+        return [w.name for w in wanted]
 
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
         """Store what the engine holds; when this returns it survives a power cut.
@@ -148,11 +164,12 @@ class Session:
         return _try_again(lambda: self._save(notes, pinned))
 
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool) -> SaveReport:
-        self._put_filled()
+        self._refuse_another_conversation()
+        names = self._put_filled(check_all=True)
         ids = self.engine.token_ids()
         size = self.store.block_size
-        names = chain_names(self.root.key, ids, size)
-        self.store.sync(names)
+        self.store.sync(names, self._written.names)
+        moved: SessionMoved | None = None
         if self.name is not None:
             tail_start = len(names) * size
             tail: Rows = self.engine.export(tail_start, len(ids)) if tail_start < len(ids) else {}
@@ -172,26 +189,46 @@ class Session:
                 saved = self.store.sessions.save(
                     record, self.codec, self.layout, tail, self._revision
                 )
-            except SessionMoved as moved:  # goes on as that: not one more session a save
+                self._revision = saved.revision  # it stands there, also where the sync now fails
+                self.store.sessions.sync(saved)
+            except SessionMoved as error:  # goes on as that: not one more session a save
+                moved = error
                 self.name, self._revision = moved.stored_as, 1
-                self.stored = self._load()
-                raise
-            self._revision = saved.revision  # it stands there, also where the sync now fails
-            self.store.sessions.sync(saved)
+            self.engine.holder = (self.tenant_id, self.name)
             self.stored = self._load()  # its tail and its pin are this session's from now on
-        self._write_counts()
+        self.store.index.write_notes()
         written, self._written = self._written, _Written()
-        return SaveReport(
+        report = SaveReport(
             session=self.name,
             revision=self._revision,
             tokens=len(ids),
             blocks=len(names),
-            blocks_written=written.blocks,
+            blocks_written=len(written.names),
             bytes_written=written.bytes,
             bytes_raw=written.raw,
             codec=self.codec.id,
             fidelity=EXACT,
         )
+        if moved is not None:
+            moved.report = report
+            raise moved
+        return report
+
+    def _refuse_another_conversation(self) -> None:
+        """Two sessions on one engine: none must be stored with the other's tokens.
+
+        To save a conversation under a further, new name is fine, and so is to go on with one.
+        """
+        own = self._asked
+        if own is None and self.stored is not None:
+            own = self.stored.record.token_ids
+        if own is None or self.engine.holder in (None, (self.tenant_id, self.name)):
+            return
+        if common_prefix(own, self.engine.token_ids()) < len(own):
+            raise UsageError(
+                f"the engine holds another conversation than session {self.name!r}",
+                "resume the session before it is saved, or use an engine for each",
+            )
 
     def _load(self) -> SessionFile | None:
         self._problems = []
@@ -205,15 +242,17 @@ class Session:
             self._problems.append(error.what)
             return None
 
-    def _best(self, ids: TokenIds, limit: int) -> tuple[Match, int]:
+    def _best(self, ids: TokenIds, limit: int, damage: list[str]) -> tuple[Match, int]:
         """The longest stored prefix over blocks, and how far the session's own tail brings it."""
         size = self.store.block_size
         names = chain_names(self.root.key, ids, size)
-        match = longest_prefix(
-            self.store.blocks, self.root, names, ids, size, limit, self.layout.can_cut
-        )
+        try:
+            match = longest_prefix(self.store.blocks, self.root, names, ids, size, limit)
+        except StoreError as error:
+            damage.append(error.what)
+            return Match(0, ()), 0
         record = self.stored.record if self.stored else None
-        if record is None or not self.layout.can_cut:
+        if record is None:
             return match, 0
         if (record.root_id, record.identity) != (self.root.root_id, self.root.identity):
             return match, 0
@@ -223,20 +262,16 @@ class Session:
         return match, common if reaches else 0
 
     def _fill(self, match: Match, tail: int, held: int) -> tuple[Landing, int, str | None]:
-        """Rows for the longest prefix in a landing; (landing, tokens, what was missed)."""
+        """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
         total = max(match.tokens, tail)
-        landing = self.engine.landing(total)
-        if held:
-            for name, rows in self.engine.export(0, held).items():
-                landing.rows[name][:, :held] = rows
+        landing = self.engine.landing(total, held)
         stop = match.tokens if not tail else self._tail_start()
-        done, miss = stop, None
         if stop > held:
             done, miss = read_blocks(
                 self.store.blocks, self.root, match.blocks, self.layout, landing.rows, held, stop
             )
-        if miss is not None:
-            return landing, done, str(miss)
+            if miss is not None:
+                return landing, done, str(miss)
         if tail:
             assert self.stored is not None
             try:
@@ -246,7 +281,7 @@ class Session:
                 return landing, stop, f"tail of session {self.name!r}: {error.what}"
             start = max(stop, held)
             for name, rows in rows_of_tail.items():
-                landing.rows[name][:, start:tail] = rows[:, start - stop : tail - stop]
+                landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]
         return landing, total, None
 
     def _tail_start(self) -> int:
@@ -263,38 +298,18 @@ class Session:
             }
             size = self.store.blocks.put(self.root, wanted, self.codec, self.layout, own)
             if size:
-                self._written.add(size, sum(array.nbytes for array in own.values()))
+                raw = sum(array.nbytes for array in own.values())
+                self._written.names[wanted.name] = (size, raw)
 
-    def _count(self, ids: TokenIds, reused: int, computed: int) -> None:
-        """Note one request for the statistics, and the deepest block used, for its recency."""
-        size = self.store.block_size
-        names = chain_names(self.root.key, ids[: reused // size * size], size)
-        self._uncounted.append((names[-1] if names else None, reused, computed))
-        self._write_counts()
-
-    def _write_counts(self) -> None:
-        try:
-            while self._uncounted:
-                self.store.index.used(*self._uncounted[0])
-                del self._uncounted[0]
-        except StoreError:
-            return  # no store yet (the save makes it), or one to read only
-
-    def _why(self, ids: TokenIds, reused: int, limit: int, damage: Sequence[str]) -> str:
-        if reused >= limit:
+    def _why(self, ids: TokenIds, reused: int, leave: int, damage: Sequence[str]) -> str:
+        if reused == len(ids):
+            return "whole prompt"
+        if reused == len(ids) - leave:
             return "whole prompt: the last token is always computed"
         if damage:
             return f"damaged: {damage[-1]}"
-        if self.stored is not None:
-            record = self.stored.record
-            if record.root_id != self.root.root_id:
-                changed = differences(record.identity, self.root.identity)
-                if changed:
-                    field, before, now = changed[0]
-                    return f"identity: {field} is {now} here, {before} in the session"
-            elif reused < len(record.token_ids):
-                return _where_ids_differ(record.token_ids, ids, reused)
-        return why_nothing_matched(self.store, self.root, self.tenant, ids, reused)
+        record = self.stored.record if self.stored else None
+        return why_reuse_ended(self.store, self.root, self.tenant, ids, reused, record)
 
 
 def _try_again(work: Callable[[], _Done]) -> _Done:
@@ -306,18 +321,15 @@ def _try_again(work: Callable[[], _Done]) -> _Done:
 
 
 class _Written:
+    """What was written since the last save that was reported: name → (bytes, rows' bytes)."""
+
     def __init__(self) -> None:
-        self.blocks = self.bytes = self.raw = 0
+        self.names: dict[bytes, tuple[int, int]] = {}
 
-    def add(self, size: int, raw: int) -> None:
-        self.blocks, self.bytes, self.raw = self.blocks + 1, self.bytes + size, self.raw + raw
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _ in self.names.values())
 
-
-def _where_ids_differ(stored: TokenIds, asked: TokenIds, reused: int) -> str:
-    at = common_prefix(stored, asked)
-    if at == min(len(stored), len(asked)):
-        return "end of stored chain"
-    return (
-        f"differing token: position {at} is token {int(asked[at])} here,"
-        f" {int(stored[at])} in the session"
-    )
+    @property
+    def raw(self) -> int:
+        return sum(raw for _, raw in self.names.values())

@@ -93,7 +93,7 @@ class Sessions:
     def sync(self, record: SessionRecord) -> None:
         """Bring the folders' entries of a saved session to the device."""
         folder = self.path(record.tenant_id, record.name).parent
-        files.sync([folder, folder.parent, self.place.root])
+        files.sync_all([folder, folder.parent, self.place.root])
 
     def require(self, tenant_id: str, name: str) -> Path:
         """The path of a session that is there, readable or not; raises `NotFound`."""
@@ -142,7 +142,7 @@ class Sessions:
             self.place.temporary, pack_session(record, codec, layout, tail)
         )
         try:
-            files.sync([temporary])
+            files.sync_all([temporary])
             with self.index.transaction():
                 occupied = path.exists() or path.is_symlink()
                 if occupied and must_be_new:

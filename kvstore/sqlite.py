@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvsnap.formats.errors import IndexDamaged, StoreError, StoreFull, StoreReadOnly
-from kvsnap.kvstore.files import FILE_MODE, store_errors
+from kvsnap.formats.errors import IndexDamaged, StoreError, StoreFull
+from kvsnap.kvstore.files import FILE_MODE, read_only, store_errors
 
 WAIT_SECONDS = 60.0
 """How long to wait for another process's transaction. They hold a rename and a row, never more,
@@ -89,8 +89,5 @@ def sqlite_errors(path: Path) -> Iterator[None]:
                 "free some space or point --store elsewhere; what was stored before is kept",
             ) from error
         if "readonly" in str(error) or "unable to open" in str(error):
-            raise StoreReadOnly(
-                f"cannot write to the store in {path.parent} ({error})",
-                "check the folder's owner and mode, or point --store elsewhere",
-            ) from error
+            raise read_only(path.parent, str(error)) from error
         raise StoreError(f"the index {path} cannot be used: {error}", _TRY_AGAIN) from error

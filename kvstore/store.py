@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
-from kvsnap.formats.errors import ParentMissing, StoreError
+from kvsnap.formats.errors import Damaged, ParentMissing
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
@@ -45,28 +45,33 @@ class Store:
     def path(self) -> Path:
         return self.place.root
 
-    def sync(self, names: Sequence[bytes]) -> None:
-        """Bring the blocks' files to the device, where they are not there yet, then their folders.
+    def sync(self, names: Sequence[bytes], own: Collection[bytes]) -> None:
+        """Bring a chain's files to the device, where they are not there yet, then their folders.
 
-        Files go in parallel; a folder's entry is synced after the files in it.
+        Files go in parallel; a folder's entry is synced after the files in it. `own` are blocks
+        that the caller wrote: after a failed fsync the kernel may drop the pages and let the next
+        one succeed, so those are removed, to be written anew. Nobody else's block is.
         """
-        rows = (self.index.find(name) for name in names)
-        due = [row.name for row in rows if row is not None and not row.synced]
-        paths = [self.place.block(name) for name in due]
-        try:
-            files.sync(paths)
-        except StoreError:
-            # After a failed fsync the kernel may drop the pages and let the next one succeed: what
-            # is in doubt is written anew.
+        rows = {name: self.index.find(name) for name in names}
+        for name, row in rows.items():
+            if row is None or not row.reachable or self._size(name) != row.bytes:
+                raise ParentMissing("a block was removed while its session was saved", "save again")
+        due = [name for name, row in rows.items() if row is not None and not row.synced]
+        failed = files.sync(self.place.block(name) for name in due)
+        if any(isinstance(error.__cause__, FileNotFoundError) for error in failed.values()):
+            raise ParentMissing("a block was removed while its session was saved", "save again")
+        if failed:
             for name in due:
-                self.blocks.remove(name, "it could not be brought to the device")
-            raise
-        if any(files.file_size(path) is None for path in paths):
-            raise ParentMissing("a block was removed while its session was saved", "save it again")
-        if paths:
-            folders = (path.parent for path in paths)
-            files.sync([*folders, self.place.blocks, self.place.root])
+                if name in own and self.place.block(name) in failed:
+                    self.blocks.remove(name, "it could not be brought to the device")
+            raise next(iter(failed.values()))
+        if due:
+            folders = {self.place.block(name).parent for name in due}
+            files.sync_all([*folders, self.place.blocks, self.place.root])
             self.index.mark_synced(due)
+
+    def _size(self, name: bytes) -> int | None:
+        return files.file_size(self.place.block(name))
 
     def close(self) -> None:
         self.index.close()
@@ -82,7 +87,10 @@ class Store:
         nothing that is stored would ever be found again."""
         sql = "SELECT r.identity FROM blocks b JOIN roots r ON r.id = b.root ORDER BY b.id DESC"
         for (identity,) in self.index.query(f"{sql} LIMIT 1"):
-            size = parse_identity(identity).get("block_size")
+            try:
+                size = parse_identity(identity).get("block_size")
+            except Damaged:
+                return None
             if type(size) is int and 1 <= size <= 2**16:
                 return size
         return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvsnap.formats.errors import EngineError, NotFound, StoreError
+from kvsnap.formats.errors import EngineError, NotFound
 from kvsnap.kvstore.index import Index
 
 RACY_SECONDS = 2
@@ -32,13 +32,13 @@ class FileDigests:
         key = path.resolve()
         try:
             before = key.stat()
-            stamp = _stamp(before)
+            stamp = stamp_of(before)
             known = self.index.query("SELECT digest, stamp FROM weights WHERE path = ?", [str(key)])
             if known and known[0][1] == stamp:
                 return str(known[0][0])
             started = time.time_ns()
             digest = f"blake3:{self._hash(key, before.st_size)}"
-            if _stamp(key.stat()) != stamp:
+            if stamp_of(key.stat()) != stamp:
                 raise EngineError(f"{path} changed while it was read", "try again")
         except OSError as error:
             raise NotFound(f"cannot read {path}: {error.strerror}", "check the path") from error
@@ -57,17 +57,15 @@ class FileDigests:
         return hasher.hexdigest()
 
     def _remember(self, path: str, stamp: str, digest: str) -> None:
-        try:
-            with self.index.transaction() as db:
-                db.execute(
-                    "INSERT INTO weights VALUES (?, ?, ?) ON CONFLICT(path) DO UPDATE SET"
-                    " stamp = excluded.stamp, digest = excluded.digest",
-                    (path, stamp, digest),
-                )
-        except StoreError:
-            return  # not remembered: the next start reads the file again
+        self.index.note(
+            lambda db: db.execute(
+                "INSERT INTO weights VALUES (?, ?, ?) ON CONFLICT(path) DO UPDATE SET"
+                " stamp = excluded.stamp, digest = excluded.digest",
+                (path, stamp, digest),
+            ).close()
+        )
 
 
-def _stamp(status: os.stat_result) -> str:
+def stamp_of(status: os.stat_result) -> str:
     fields = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return ":".join(map(str, fields))

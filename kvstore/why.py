@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.identity import Root, differences, root_of
-from kvsnap.formats.names import TokenIds, chain_names
+from kvsnap.formats.names import TokenIds, chain_names, common_prefix
+from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.store import Store
 
 
-def why_nothing_matched(
-    store: Store, root: Root, tenant: Tenant | None, ids: TokenIds, reused: int
+def why_reuse_ended(
+    store: Store,
+    root: Root,
+    tenant: Tenant | None,
+    ids: TokenIds,
+    reused: int,
+    session: SessionRecord | None,
 ) -> str:
-    """One line. Other identities in the store are tried under the same tenant key only: without
-    the key nobody can tell whether a prompt is stored."""
+    """One line, where neither the prompt's end nor damage ended the reuse."""
+    if session is not None and session.root_id != root.root_id:
+        changed = differences(session.identity, root.identity)
+        if changed:
+            field, before, now = changed[0]
+            return f"identity: {field} is {now} here, {before} in the session"
+    elif session is not None and reused < len(session.token_ids):
+        return _where_ids_differ(session.token_ids, ids)
     if reused:
         return "end of stored chain"
+    return _another_identity(store, root, tenant, ids) or "nothing stored for this prompt"
+
+
+def _where_ids_differ(stored: TokenIds, asked: TokenIds) -> str:
+    at = common_prefix(stored, asked)
+    if at == min(len(stored), len(asked)):
+        return "end of stored chain"
+    return (
+        f"differing token: position {at} is token {int(asked[at])} here,"
+        f" {int(stored[at])} in the session"
+    )
+
+
+def _another_identity(store: Store, root: Root, tenant: Tenant | None, ids: TokenIds) -> str:
+    """Which field keeps this prompt's first block, stored for another identity, from being used.
+
+    Other identities are tried under the same tenant key only: without the key nobody can tell
+    whether a prompt is stored.
+    """
     for other in _others(store, root, tenant):
         first = chain_names(other.key, ids[: store.block_size], store.block_size)
         if first and store.index.is_reachable(first[0]):
@@ -26,7 +57,7 @@ def why_nothing_matched(
             if changed:
                 field, before, now = changed[0]
                 return f"identity: {field} is {now} here, {before} in the stored blocks"
-    return "nothing stored for this prompt"
+    return ""
 
 
 def _others(store: Store, root: Root, tenant: Tenant | None) -> list[Root]:

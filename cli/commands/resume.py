@@ -85,6 +85,7 @@ def command(
     """
     from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
     from kvsnap.cli.progress import bar
+    from kvsnap.formats.identity import EXACT
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.answer import Answer, generate, prefill
     from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
@@ -110,10 +111,8 @@ def command(
             made = next_prompt(loaded.engine, loaded.session.stored.record, source)
         else:
             made = new_prompt(loaded.engine, source, answer=True)
-        if made.rewritten:
-            app.out.warn(
-                "the chat template rewrote earlier turns: reuse ends at the first differing token"
-            )
+        if made.warning:
+            app.out.warn(made.warning)
         room = loaded.engine.capacity - len(made.token_ids)
         if 0 <= room < max_tokens:
             app.out.warn(f"the context is full after {units.count(room, 'new token')}")
@@ -136,6 +135,7 @@ def command(
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
             app.out.warn(f"nothing reused: {report.stopped_by}")
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(made.open_bytes)
         for token in generate(
             loaded.engine,
             made.token_ids,
@@ -153,10 +153,10 @@ def command(
             try:
                 loaded.session.save(after.notes(loaded.model))
             except SessionMoved as moved:
-                problem = moved
+                problem, session = moved, moved.stored_as
             except KvsnapError as error:
                 problem = PartlyDone(f"answered, but not saved: {error.what}", error.hint)
-        text = readable(loaded.engine.detokenize(result.new_ids))
+        text = readable(made.open_bytes + loaded.engine.detokenize(result.new_ids))
     finally:
         loaded.close()
     done = time.perf_counter()
@@ -172,7 +172,7 @@ def command(
                 "generated_tokens": len(result.new_ids),
                 "token_ids": result.new_ids,
                 "text": text,
-                "fidelity": "exact",
+                "fidelity": EXACT,
                 "seconds": {
                     "load_model": loaded.load_seconds,
                     "restore": result.seconds.restore,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -17,7 +17,10 @@ from kvsnap.cli.inputs import (
     store_options,
 )
 from kvsnap.cli.main import App
-from kvsnap.formats.errors import UsageError
+from kvsnap.formats.errors import SessionMoved, UsageError
+
+if TYPE_CHECKING:
+    from kvsnap.kvstore.reports import SaveReport
 
 EXAMPLES = """\b
 Examples:
@@ -83,7 +86,11 @@ def command(
         for line in result.report.damage:
             app.out.warn(line)
         writing = time.perf_counter()
-        report = loaded.session.save(made.notes(loaded.model), pinned=pin)
+        moved: SessionMoved | None = None
+        try:
+            report = loaded.session.save(made.notes(loaded.model), pinned=pin)
+        except SessionMoved as error:
+            moved, report = error, cast("SaveReport", error.report)
     finally:
         loaded.close()
     done = time.perf_counter()
@@ -110,7 +117,6 @@ def command(
                 },
             }
         )
-        return
     app.out.text(
         f"saved {units.count(report.tokens, 'token')}"
         + (f" as {report.session!r}" if report.session else "")
@@ -122,3 +128,5 @@ def command(
         f"prefill {units.seconds(result.seconds.prefill)},"
         f" restore {units.seconds(result.seconds.restore)}, write {units.seconds(done - writing)}"
     )
+    if moved is not None:
+        raise moved

@@ -40,7 +40,7 @@ _EXTENSION_WORDS = (2, 3)
 
 @dataclass(frozen=True)
 class LayerType:
-    """K and V of one layer. `v` is None where the layer keeps no V (latent attention)."""
+    """K and V of one layer: the ggml type, and the bytes of one token's row."""
 
     k: GgmlType
     k_bytes: int
@@ -131,8 +131,8 @@ class Assembly:
     v: tuple[Array, ...]
 
 
-def assemble(kind: StateType, tokens: int, seq_id: int = 0) -> Assembly:
-    """A state of `tokens` cells at positions 0..tokens-1, its rows left for the caller to fill.
+def assemble(kind: StateType, tokens: int, seq_id: int = 0, first: int = 0) -> Assembly:
+    """A state of `tokens` cells from position `first` on, its rows left for the caller to fill.
 
     The buffer is exactly as long as llama.cpp will read. With several streams the rows go into
     stream 0, where sequence 0 lives.
@@ -152,7 +152,7 @@ def assemble(kind: StateType, tokens: int, seq_id: int = 0) -> Assembly:
     v: list[Array] = []
     if tokens:
         cells = writer.area(cell * tokens).view("<i4").reshape(tokens, 3)
-        cells[:, 0] = np.arange(tokens)
+        cells[:, 0] = np.arange(first, first + tokens)
         cells[:, 1] = 1
         cells[:, 2] = seq_id
         writer.put(_WORD, int(kind.v_trans))

@@ -23,10 +23,11 @@ from kvsnap.formats.names import TokenIds
 class Landing:
     """The one buffer that an engine's load will take, and views of it to fill with rows.
 
-    `rows`: plane → [layers, tokens, row], writable, not necessarily contiguous.
+    `rows`: plane → [layers, stop - start, row], writable, not necessarily contiguous.
     """
 
-    tokens: int
+    start: int
+    stop: int
     rows: Mapping[str, np.ndarray]
     buffer: object
 
@@ -36,6 +37,9 @@ class Engine(ABC):
 
     evaluated = 0
     """Tokens that `evaluate` really computed since the adapter was made."""
+
+    holder: tuple[str, str] | None = None
+    """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
 
     @property
     @abstractmethod
@@ -55,7 +59,9 @@ class Engine(ABC):
 
     @abstractmethod
     def token_ids(self) -> TokenIds:
-        """The ids at positions 0..n-1 that the engine holds KV of; a copy."""
+        """The ids at positions 0..n-1 that the engine holds KV of; a copy.
+
+        None where the adapter cannot be sure: rows under a wrong name would be used by others."""
 
     @abstractmethod
     def export(self, start: int, stop: int) -> Rows:
@@ -65,14 +71,15 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def landing(self, tokens: int) -> Landing:
-        """A buffer for `tokens` tokens at positions 0..; the engine is not touched."""
+    def landing(self, stop: int, start: int = 0) -> Landing:
+        """A buffer for the rows of positions [start, stop); the engine is not touched."""
 
     @abstractmethod
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
-        """Replace what the engine holds by the landing's rows, which are those of `token_ids`.
+        """Make the engine hold `token_ids`: what it holds up to the landing's start, bit for bit,
+        then the landing's rows, of which a damaged store may have filled fewer than there are.
 
-        Raises `EngineError` with the engine left empty if it does not take them.
+        Raises `EngineError` if the engine does not take them; it holds no more than before.
         """
 
     @abstractmethod

@@ -1,5 +1,8 @@
 """What decides llama.cpp's KV bytes, read from a live `Llama`; and what kvsnap refuses by name.
 
+What an application sets through the C API alone cannot be read back and is not seen here: LoRA and
+control vectors, `llama_set_causal_attn`. Make the adapter after loading, and leave those alone.
+
 Sources: llama.cpp src/llama-context.cpp (how context parameters override the model's),
 src/llama-kv-cache.cpp (rotation, streams, transposition), src/llama-model.cpp (long RoPE factors).
 """
@@ -143,13 +146,38 @@ def _weights_digest(path: Path, file_digest: Callable[[Path], str]) -> str:
     return digests[0] if len(digests) == 1 else "+".join(digests)
 
 
-def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
-    model, params = llm.model, llm.context_params
+def refuse_media(llm: llama_cpp.Llama) -> None:
+    """A handler with a projector evaluates images whose token ids say nothing of them."""
     if getattr(llm.chat_handler, "clip_model_path", None) is not None:
         raise Unsupported(
             "this Llama has a media chat handler, and token ids do not tell images apart",
             "use it without kvsnap, or a text-only chat handler with kvsnap",
         )
+
+
+def stamps_of(llm: llama_cpp.Llama) -> tuple[tuple[int, ...], ...]:
+    """What tells that a file of the model or adapter was replaced; missing files tell it too."""
+    paths = [*model_shards(Path(llm.model_path)), *([Path(llm.lora_path)] if llm.lora_path else [])]
+    return tuple(_stamp(path) for path in paths)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
+    model, params = llm.model, llm.context_params
+    refuse_media(llm)
+    if not llama_cpp.llama_get_memory(llm.ctx):
+        raise Unsupported("this context keeps no KV cache", "use a model that generates text")
+    architecture = llm.metadata.get("general.architecture", "")
+    causal = llm.metadata.get(f"{architecture}.attention.causal", "true")
+    if params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL or causal == "false":
+        raise Unsupported("with non-causal attention a prefix depends on what follows", _NOT_YET)
     if params.embeddings:
         raise Unsupported(
             "an embedding context has no conversation to save", "make the Llama without embedding"
@@ -163,7 +191,6 @@ def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
     rope = llama_cpp.llama_model_rope_type(model)
     if rope not in _ROPE_TYPES:
         raise Unsupported(f"this model has multi-axis RoPE (type {rope})", _NOT_YET)
-    architecture = llm.metadata.get("general.architecture", "")
     if f"{architecture}.attention.kv_lora_rank" in llm.metadata:
         raise Unsupported("this model has latent attention", _NOT_YET)
 
@@ -178,9 +205,8 @@ def _rope(llm: llama_cpp.Llama, architecture: str) -> Rope | None:
     )
     scale = params.rope_freq_scale or llama_cpp.llama_model_rope_freq_scale_train(llm.model)
     trained = llama_cpp.llama_model_n_ctx_train(llm.model)
-    original = params.yarn_orig_ctx or int(
-        meta.get(f"{architecture}.rope.scaling.original_context_length", trained)
-    )
+    models_own = int(meta.get(f"{architecture}.rope.scaling.original_context_length", trained))
+    original = params.yarn_orig_ctx or models_own
     return Rope(
         type=rope_type,
         base=float(params.rope_freq_base or meta.get(f"{architecture}.rope.freq_base", 10000.0)),
@@ -191,8 +217,9 @@ def _rope(llm: llama_cpp.Llama, architecture: str) -> Rope | None:
         attention_factor=_set(params.yarn_attn_factor),
         beta_fast=_set(params.yarn_beta_fast),
         beta_slow=_set(params.yarn_beta_slow),
-        # llama_model::get_rope_factors picks the long factors by the context that was built.
-        long_context=llm.n_ctx() > int(original),
+        # llama_model::get_rope_factors picks the long factors by the context that was built, and
+        # by the model's own original length whatever the caller says.
+        long_context=llm.n_ctx() > models_own,
     )
 
 

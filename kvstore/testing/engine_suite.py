@@ -132,6 +132,24 @@ class EngineSuite:
         front = {name: array[:, :17] for name, array in rows.items()}
         _assert_equal(engine.export(0, 17), front)
 
+    @pytest.mark.parametrize(("start", "stop", "filled"), [(7, 33, 33), (16, 48, 40), (20, 20, 20)])
+    def test_only_missing_rows_are_loaded(self, start: int, stop: int, filled: int) -> None:
+        """What the engine holds up to the landing's start stays bit for bit."""
+        source, engine = _evaluated(self.make(), self.ids(48)), self.make()
+        engine.evaluate(self.ids(start))
+        engine.evaluate(self.ids(3, seed=9))  # and then something else
+        before = {name: array.copy() for name, array in engine.export(0, start).items()}
+        landing = engine.landing(stop, start)
+        for name, array in (source.export(start, stop) if stop > start else {}).items():
+            landing.rows[name][...] = array
+        engine.load(landing, self.ids(48)[:filled])
+        assert engine.token_ids().tolist() == self.ids(48)[:filled].tolist()
+        _assert_equal(engine.export(0, start), before)
+        if filled > start:
+            _assert_equal(engine.export(start, filled), source.export(start, filled))
+        engine.evaluate(self.ids(5, seed=3))
+        assert len(engine.token_ids()) == filled + 5
+
     def test_a_landing_does_not_touch_the_engine(self) -> None:
         engine = _evaluated(self.make(), self.ids(20))
         rows = {name: array.copy() for name, array in engine.export(0, 20).items()}

@@ -120,25 +120,25 @@ class StampedEngine(Engine):
             raise UsageError(f"positions {start}..{stop} of {self.held} cannot be exported")
         return {name: array[:, start:stop].copy() for name, array in self._rows.items()}
 
-    def landing(self, tokens: int) -> Landing:
-        rows = self._layout.empty(tokens)
+    def landing(self, stop: int, start: int = 0) -> Landing:
+        rows = self._layout.empty(stop - start)
         for array in rows.values():
             array.fill(np.iinfo(array.dtype).max)  # a row that nobody fills in is no stamp
-        return Landing(tokens, rows, rows)
+        return Landing(start, stop, rows, None)
 
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
-        tokens = len(token_ids)
-        if tokens > self._capacity:
-            raise DoesNotFit(f"{tokens} tokens do not fit a context of {self._capacity}")
-        if tokens > landing.tokens:
-            raise UsageError(f"{tokens} token ids for rows of {landing.tokens}")
-        self.truncate(0)
+        start, stop = landing.start, len(token_ids)
+        if stop > self._capacity:
+            raise DoesNotFit(f"{stop} tokens do not fit a context of {self._capacity}")
+        if not start <= stop <= landing.stop or start > self.held:
+            raise UsageError(f"rows of {start}..{landing.stop} cannot make {stop} tokens")
+        self.truncate(start)
         for name, array in landing.rows.items():
-            self._rows[name][:, :tokens] = array[:, :tokens]
-        self._ids[:tokens] = token_ids
-        for token in token_ids.tolist():
+            self._rows[name][:, start:stop] = array[:, : stop - start]
+        self._ids[start:stop] = token_ids[start:]
+        for token in token_ids[start:].tolist():
             self._prefix.append(_next_prefix(self._prefix[-1], token))
-        self.held, self._has_logits = tokens, False
+        self.held, self._has_logits = stop, False
 
     def truncate(self, tokens: int) -> None:
         if tokens >= self.held:

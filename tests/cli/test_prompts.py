@@ -82,7 +82,7 @@ def test_the_next_turn_is_appended_to_the_stored_ids_which_are_not_tokenized_aga
     assert turn.text == "[u:hi][a:ab][u:more][a:"
     assert turn.token_ids[: len(stored.token_ids)].tolist() == stored.token_ids.tolist()
     assert toy.detokenize(turn.token_ids).decode() == turn.text
-    assert not turn.rewritten
+    assert not turn.warning
     assert len(turn.token_ids) == len(toy.tokenize(turn.text, first=True)) + 1
 
 
@@ -90,7 +90,7 @@ def test_a_template_that_rewrites_earlier_turns_is_noticed() -> None:
     toy: Any = Toy(drops_thoughts=True)
     stored = talk(toy, *map(ord, "x</think>yes"))
     turn = next_prompt(toy, stored, Source(text="more"))
-    assert turn.rewritten
+    assert turn.warning
     assert turn.text == "[u:hi][a:yes][u:more][a:"
     common = np.flatnonzero(turn.token_ids[:12] != stored.token_ids[:12])[0]
     assert common == len("[u:hi][a:")

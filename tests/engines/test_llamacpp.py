@@ -12,7 +12,7 @@ import pytest
 
 import kvsnap
 from kvsnap.engines import LlamaCpp
-from kvsnap.formats.errors import DoesNotFit, KvsnapError, Unsupported
+from kvsnap.formats.errors import BadTokenIds, DoesNotFit, EngineError, KvsnapError, Unsupported
 from kvsnap.testing.engine_suite import EngineSuite
 
 pytestmark = pytest.mark.engine
@@ -192,6 +192,50 @@ def test_a_media_handler_is_refused_by_name(model: Path) -> None:
     llm.chat_handler = type("Handler", (), {"clip_model_path": "mmproj.gguf"})()
     with pytest.raises(Unsupported, match="media"):
         LlamaCpp(llm)
+
+
+def test_a_non_causal_context_is_refused_by_name(model: Path) -> None:
+    settings = {"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL}
+    with pytest.raises(Unsupported, match="non-causal"):
+        LlamaCpp(make(model, **settings))
+
+
+def test_a_memory_that_was_cleared_behind_the_llamas_back_is_not_believed(model: Path) -> None:
+    llm = make(model)
+    engine = LlamaCpp(llm)
+    engine.evaluate(np.arange(1000, 1100, dtype=np.uint32))
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+    assert len(engine.token_ids()) == 0
+    engine.evaluate(np.arange(1100, 1110, dtype=np.uint32))  # positions 100.. without 0..99
+    assert len(engine.token_ids()) == 0
+
+
+def test_a_model_file_that_was_replaced_gives_no_identity(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(model.read_bytes())
+    engine = LlamaCpp(make(copy))
+    store = kvsnap.Store(tmp_path / "store")
+    kvsnap.Session(store, engine, "s")
+    (tmp_path / "new").write_bytes(b"GGUF of something else")
+    (tmp_path / "new").rename(copy)
+    with pytest.raises(EngineError, match="changed since the engine loaded it"):
+        kvsnap.Session(store, engine, "s")
+
+
+def test_the_long_rope_factors_follow_the_models_own_length(model: Path) -> None:
+    llm = make(model, n_ctx=512, yarn_orig_ctx=65536)
+    llm.metadata["llama.rope.scaling.original_context_length"] = "256"
+    rope = LlamaCpp(llm).facts.rope
+    assert rope is not None
+    assert (rope.long_context, rope.original_context) == (True, 65536)
+
+
+def test_a_token_id_beyond_the_vocabulary_is_one_clear_error(model: Path) -> None:
+    engine = LlamaCpp(make(model))
+    with pytest.raises(BadTokenIds, match="49152") as caught:
+        engine.evaluate(np.array([49152], np.uint32))
+    assert caught.value.hint
+    assert engine.evaluated == 0
 
 
 def test_an_unknown_state_version_is_refused_before_the_engine_is_touched(

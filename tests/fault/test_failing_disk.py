@@ -190,7 +190,7 @@ def test_a_store_that_cannot_be_counted_in_is_good_to_read_from(
     def refuse(*_: object) -> None:
         raise StoreFull("no space left")
 
-    monkeypatch.setattr(store.index, "used", refuse)
+    monkeypatch.setattr(store.index, "transaction", refuse)
     turn(store, engine, IDS, "chat", save=False)
     assert engine.positions == list(range(64, 70))
 

@@ -110,7 +110,7 @@ def test_a_store_closed_to_the_user_is_an_error_of_one_line(
     shared: Path, nobody: Callable[..., dict]
 ) -> None:
     open_up(shared, 0o700, 0o600)
-    with pytest.raises(AssertionError, match="StoreReadOnly"):
+    with pytest.raises(AssertionError, match="StoreError: cannot read"):
         nobody("turn", shared, 80, 0, "chat", "save")
 
 

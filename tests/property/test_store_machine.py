@@ -78,6 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.engine.held + len(more) > 40:
             self.engine.truncate(7)
         session = Session(self.store, self.engine, name)
+        session.resume(self.engine.token_ids(), leave=0)  # this engine is this session's now
         self._evaluate(more)
         self._save(session, self.engine.token_ids().tolist())
 

@@ -1,0 +1,186 @@
+"""The database file under the index: opened, thrown away when damaged, filled from the files.
+
+It knows no blocks: tables come as a schema, their content from a function. One connection a thread
+and process; any number of processes may use one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvsnap.formats.errors import StoreError
+from kvsnap.kvstore.files import read_only
+from kvsnap.kvstore.sqlite import ERRORS, connect, is_damage, sqlite_errors
+
+Work = Callable[[sqlite3.Connection], None]
+
+
+class Database:
+    """A rebuildable SQLite file. `fill` is called inside a transaction when the tables are new."""
+
+    schema = ""
+    tables: tuple[str, ...] = ()
+    version = 0
+
+    def __init__(self, path: Path, fill: Work) -> None:
+        self.path = path
+        self._fill = fill
+        self._local = threading.local()
+        self._noted: deque[Work] = deque()
+        self._damaged = False
+        """A damaged file stands where it cannot be removed: pass it over."""
+
+    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple]:
+        """Read rows; a damaged file is thrown away and built anew from the store's files."""
+        with sqlite_errors(self.path):
+            try:
+                return self._connection().execute(sql, values).fetchall()
+            except ERRORS as error:
+                if not is_damage(error):
+                    raise
+                self.discard()
+                return self._connection().execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """`BEGIN IMMEDIATE` … commit; rolled back on any error. Nothing slow belongs inside.
+
+        Raises `IndexDamaged` where that shows: try again, once.
+        """
+        if not os.access(self.path.parent, os.W_OK):
+            raise read_only(self.path.parent)
+        connection = self._connection(for_writing=True)
+        with sqlite_errors(self.path):
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException as error:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                if isinstance(error, ERRORS) and is_damage(error):
+                    self.discard()
+                raise
+
+    def note(self, work: Work) -> None:
+        """Do a small write now, or with the next save: a first resume has no store to write to
+        yet. Lost where the store stays unwritable; only what may be lost is noted."""
+        self._noted.append(work)
+        self.write_notes()
+
+    def write_notes(self) -> None:
+        while self._noted:
+            try:
+                work = self._noted.popleft()
+            except IndexError:
+                return  # another thread took it
+            try:
+                with self.transaction() as db:
+                    work(db)
+            except StoreError:
+                self._noted.appendleft(work)
+                return
+
+    def close(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        if connection is not None and self._local.process == os.getpid():
+            connection.close()
+        self._local.connection = None
+
+    def discard(self) -> None:
+        """Remove a damaged file, which holds nothing that the store's files lack; not the one
+        that another process has put in its place meanwhile."""
+        opened = getattr(self._local, "file", None)
+        self.close()
+        self._damaged = True
+        if os.access(self.path.parent, os.W_OK):
+            self._damaged = False
+            if opened in (None, _file_key(self.path)):
+                for suffix in ("", "-wal", "-shm"):
+                    Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        self._local.file = None
+
+    def _connection(self, for_writing: bool = False) -> sqlite3.Connection:
+        """This thread's connection, opened anew where the file was replaced under it.
+
+        Where the folder is missing or cannot be written, the file is read as it is or built in
+        memory; the first write after the folder has come into being opens it properly. A child
+        process must not use its parent's connection (sqlite.org/howtocorrupt, 2.6).
+        """
+        local = self._local
+        held: sqlite3.Connection | None = getattr(local, "connection", None)
+        if held is not None and local.process == os.getpid():
+            current = local.file == _file_key(self.path) or (
+                local.in_memory and not self.path.parent.exists()
+            )
+            if current and not (for_writing and local.in_memory):
+                return held
+            held.close()
+        writable = os.access(self.path.parent, os.W_OK)
+        with sqlite_errors(self.path):
+            try:
+                connection = self._open(writable)
+            except ERRORS as error:
+                if not is_damage(error):
+                    raise
+                self.discard()
+                connection = self._open(writable)
+        local.connection, local.file = connection, _file_key(self.path)
+        local.in_memory, local.process = not writable, os.getpid()
+        return connection
+
+    def _open(self, writable: bool) -> sqlite3.Connection:
+        if writable:
+            connection = connect(self.path)
+        elif self.path.exists() and not self._damaged:
+            # immutable: a WAL database in a folder that cannot be written opens in no other way.
+            uri = f"{self.path.absolute().as_uri()}?immutable=1"
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        else:
+            connection = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            connection.execute("PRAGMA foreign_keys = ON")
+            if _version(connection) == self.version:
+                for table in self.tables:
+                    connection.execute(f"SELECT 1 FROM {table} LIMIT 1")
+                return connection
+            if not writable:  # an older index cannot be renewed in place: build one in memory
+                connection.close()
+                connection = sqlite3.connect(":memory:", isolation_level=None)
+            connection.execute("BEGIN IMMEDIATE")
+            if _version(connection) != self.version:
+                _drop(connection, self.tables)
+                for statement in self.schema.split(";\n"):
+                    connection.execute(statement)
+                self._fill(connection)
+                connection.execute(f"PRAGMA user_version = {self.version}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _version(db: sqlite3.Connection) -> int:
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    return version
+
+
+def _drop(db: sqlite3.Connection, tables: Sequence[str]) -> None:
+    db.execute("PRAGMA defer_foreign_keys = ON")
+    for table in tables:
+        db.execute(f"DROP TABLE IF EXISTS {table}")
+
+
+def _file_key(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,61 @@
+"""Two sessions on one engine: each is saved with its own tokens, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsnap.formats.errors import EngineError, UsageError
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.store import Store
+from kvsnap.testing.stamped import StampedEngine
+from kvsnap.testing.turns import some_ids, turn
+
+ALICE, BOB = some_ids(40, 1), some_ids(40, 2)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("tenant", [None, Tenant(bytes(range(32)))], ids=["same", "other tenant"])
+def test_a_session_is_not_saved_with_the_tokens_of_another(
+    store: Store, stored: bool, tenant: Tenant | None
+) -> None:
+    engine = StampedEngine()
+    alice = turn(store, engine, ALICE, "alice", save=stored).session
+    turn(store, engine, BOB, "bob", tenant=tenant)
+    with pytest.raises(UsageError, match="another conversation than session 'alice'"):
+        alice.save()
+    alice.resume(ALICE)
+    engine.evaluate(ALICE[len(engine.token_ids()) :])
+    assert alice.save().tokens == 40
+    assert store.sessions.load("default", "alice").record.token_ids.tolist() == ALICE.tolist()
+
+
+def test_a_conversation_may_be_saved_under_a_further_name(store: Store) -> None:
+    engine = StampedEngine()
+    turn(store, engine, ALICE, "alice")
+    assert Session(store, engine, "copy").save().blocks_written == 0
+    engine.evaluate(BOB[:10])
+    assert Session(store, engine, "alice").save().tokens == 50
+
+
+def test_an_engine_that_refuses_the_rows_computes_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn(store, StampedEngine(), ALICE)
+    engine = StampedEngine()
+
+    def refuse(*_: object) -> None:
+        raise EngineError("the engine did not take the restored state")
+
+    monkeypatch.setattr(engine, "load", refuse)
+    done = turn(store, engine, ALICE, save=False)
+    assert (done.resumed.reused_tokens, done.computed) == (0, 40)
+    assert done.resumed.damage == ("the engine did not take the restored state",)
+    engine.check_rows()
+
+
+def test_the_first_request_of_a_new_store_is_counted(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with Store(tmp_path / "new") as store:
+        turn(store, StampedEngine(), some_ids(70), "s")
+        counters = dict(store.index.query("SELECT name, value FROM counters"))
+    assert (counters["requests"], counters["computed_tokens"]) == (1, 70)
