@@ -69,12 +69,12 @@ class Database:
                 raise
 
     def note(self, work: Work) -> None:
-        """Do a small write now, or with the next save: a first resume has no store to write to
-        yet. Lost where the store stays unwritable; only what may be lost is noted."""
+        """Keep a small write for the next save or `close`: nobody waits for it, and a first resume
+        has no store to write to yet. Only what may be lost is noted."""
         self._noted.append(work)
-        self.write_notes()
 
     def write_notes(self) -> None:
+        """Do what was noted, where the store exists and can be written."""
         while self._noted:
             try:
                 work = self._noted.popleft()
@@ -88,6 +88,7 @@ class Database:
                 return
 
     def close(self) -> None:
+        """Close this thread's connection."""
         connection = getattr(self._local, "connection", None)
         if connection is not None and self._local.process == os.getpid():
             connection.close()

@@ -74,6 +74,7 @@ class Store:
         return files.file_size(self.place.block(name))
 
     def close(self) -> None:
+        self.index.write_notes()
         self.index.close()
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ equal to the decoded one means raw, a shorter one means a zstd frame.
 from __future__ import annotations
 
 import math
+import threading
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -48,32 +49,55 @@ class Zstd(Codec):
                 f"codec zstd stores {count} byte planes, not {reprlib.repr(sorted(stored))}"
             )
         size = math.prod(out.shape) * out.itemsize // count
-        planes = [_plane_bytes(stored[f".b{number}"], size) for number in range(count)]
+        scratch = _SCRATCH.take(size * (count + plane.itemsize))
+        planes = [
+            _plane_bytes(stored[f".b{n}"], scratch[n * size : (n + 1) * size]) for n in range(count)
+        ]
+        if count == 1:
+            out[...] = planes[0].view(plane.memory_dtype).reshape(out.shape)
+            return
         # Shift and or in the element's own type: 3x faster than storing every second byte.
-        joined = planes[-1] if count == 1 else planes[-1].astype(plane.memory_dtype)
+        joined = scratch[count * size :].view(plane.memory_dtype)
+        joined[...] = planes[-1]
         for data in reversed(planes[:-1]):
             joined <<= 8
             joined |= data
-        out[...] = joined.view(plane.memory_dtype).reshape(out.shape)
+        out[...] = joined.reshape(out.shape)
+
+
+class _Scratch(threading.local):
+    """Working memory of a thread, kept from block to block: fresh memory costs a page fault every
+    4 KiB, which took half of the time of decoding 1,500 tokens (19 ms against 10)."""
+
+    buffer: Array = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Array:
+        if size > len(self.buffer):
+            self.buffer = np.empty(size, np.uint8)
+        return self.buffer[:size]
+
+
+_SCRATCH = _Scratch()
 
 
 def _planes(plane: Plane) -> int:
     return plane.itemsize if plane.kind == "elements" else 1
 
 
-def _plane_bytes(tensor: Tensor, size: int) -> Array:
-    stored = memoryview(tensor.data)
+def _plane_bytes(tensor: Tensor, scratch: Array) -> Array:
+    """The bytes of one plane: the stored ones, or decompressed into `scratch`."""
+    stored, size = memoryview(tensor.data), len(scratch)
     if tensor.dtype != "U8" or stored.nbytes > size:
         raise Damaged(f"a byte plane of {stored.nbytes} bytes where at most {size} belong")
     if stored.nbytes == size:
         return np.frombuffer(stored, np.uint8)
     try:
-        # The frame's own size field is checked first: a hostile one must not choose what we
-        # allocate.
         if zstandard.frame_content_size(stored) != size:
             raise Damaged(f"a compressed plane does not decode to {size} bytes")
-        decompressor = zstandard.ZstdDecompressor()
-        data = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
+        with zstandard.ZstdDecompressor().stream_reader(stored, closefd=False) as reader:
+            written = reader.readinto(scratch)  # releases the lock; never writes past its end
     except zstandard.ZstdError as error:
         raise Damaged(f"a compressed plane cannot be decoded: {error}") from error
-    return np.frombuffer(data, np.uint8)
+    if written != size:
+        raise Damaged(f"a compressed plane decodes to {written} bytes, not {size}")
+    return scratch

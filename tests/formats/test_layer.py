@@ -15,7 +15,7 @@ MODULES = sorted((REPOSITORY / "formats").rglob("*.py"))
 LAYERS_ABOVE = ("kvsnap.kvstore", "kvsnap.cli", "kvsnap.engines", "kvsnap.testing")
 INPUT_OUTPUT = {
     "io", "os", "pathlib", "shutil", "tempfile", "mmap", "sqlite3", "socket", "ssl", "urllib",
-    "http", "subprocess", "multiprocessing", "threading", "asyncio", "time", "datetime", "logging",
+    "http", "subprocess", "multiprocessing", "asyncio", "time", "datetime", "logging",
     "random", "secrets", "uuid", "click", "rich", "llama_cpp", "transformers", "vllm", "sglang",
 }  # fmt: skip
 CALLS = {"open", "print", "input"}
