@@ -215,16 +215,23 @@ class Session:
         return report
 
     def _refuse_another_conversation(self) -> None:
-        """Two sessions on one engine: none must be stored with the other's tokens.
+        """Two sessions on one engine: none must be stored with the other's tokens, or with none.
 
         To save a conversation under a further, new name is fine, and so is to go on with one.
         """
         own = self._asked
         if own is None and self.stored is not None:
             own = self.stored.record.token_ids
-        if own is None or self.engine.holder in (None, (self.tenant_id, self.name)):
+        held = self.engine.token_ids()
+        if own is None or self.name is None:
             return
-        if common_prefix(own, self.engine.token_ids()) < len(own):
+        if len(own) and not len(held):
+            raise UsageError(
+                f"the engine holds nothing of session {self.name!r} any more",
+                "resume the session before it is saved",
+            )
+        others = self.engine.holder not in (None, (self.tenant_id, self.name))
+        if others and common_prefix(own, held) < len(own):
             raise UsageError(
                 f"the engine holds another conversation than session {self.name!r}",
                 "resume the session before it is saved, or use an engine for each",

@@ -10,8 +10,8 @@ equal to the decoded one means raw, a shorter one means a zstd frame.
 from __future__ import annotations
 
 import math
-import threading
 import reprlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,7 +4,8 @@
 
 1. Raw blocks (read, digest checked, rows in one buffer, all cores) against safetensors'
    `load_file` of one file of the same bytes with `.clone()` of each tensor (it maps the file: the
-   clone is what reads it), and against the same done block by block.
+   clone is what reads it), and against the same done block by block. Twice: into fresh memory, as a
+   new process has it, and into memory that the allocator kept from the round before.
 2. The whole way into llama.cpp against `llama_state_seq_load_file` of the same tokens.
 """
 
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -95,12 +99,28 @@ def into_llama(tokens: int, codec: str, flash: bool, rounds: int) -> None:
         llm.close()
 
 
+def both_memories(rounds: int) -> None:
+    """glibc keeps freed memory below a threshold that it moves up to 32 MB by itself."""
+    for title, settings in (
+        ("fresh memory", {"MALLOC_MMAP_THRESHOLD_": "131072"}),
+        ("kept memory", {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TOP_PAD_": "1073741824"}),
+    ):
+        print(title, flush=True)
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--blocks-only"]
+        subprocess.run(command, check=True, env={**os.environ, **settings})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
-    blocks_against_safetensors("SmolLM2-135M", 1536, 64, rounds)
-    blocks_against_safetensors("8B", 2048, 64, rounds)
+    parser.add_argument("--blocks-only", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rounds = options.rounds
+    if options.blocks_only:
+        blocks_against_safetensors("SmolLM2-135M", 1536, 64, rounds)
+        blocks_against_safetensors("8B", 2048, 64, rounds)
+        sys.exit()
+    both_memories(rounds)
     for codec in ("raw", "zstd"):
         for flash in (False, True):
             into_llama(1500, codec, flash, rounds)

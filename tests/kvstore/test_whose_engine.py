@@ -38,6 +38,15 @@ def test_a_conversation_may_be_saved_under_a_further_name(store: Store) -> None:
     assert Session(store, engine, "alice").save().tokens == 50
 
 
+def test_an_emptied_engine_does_not_empty_the_session(store: Store) -> None:
+    engine = StampedEngine()
+    alice = turn(store, engine, ALICE, "alice").session
+    engine.truncate(0)
+    with pytest.raises(UsageError, match="holds nothing of session 'alice'"):
+        alice.save()
+    assert len(store.sessions.load("default", "alice").record.token_ids) == 40
+
+
 def test_an_engine_that_refuses_the_rows_computes_them(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
