@@ -18,7 +18,6 @@ from kvsnap.formats.errors import BadTokenIds
 
 TokenIds = NDArray[np.uint32]
 ZERO_PARENT = bytes(32)
-STATE_TAG = "state"
 _EXAMPLE = "give ids as the model's tokenizer gives them, e.g. [1, 504, 2365]"
 _COUNT = struct.Struct("<I")
 

@@ -25,12 +25,14 @@ class Timings:
 
 @dataclass
 class Answer:
-    """Filled while `answer` runs; `ended`: the model ended by itself."""
+    """Filled while the functions below run. `ended`: the model ended by itself; `context_full`:
+    the context had no room for as many tokens as were asked for."""
 
     report: ResumeReport | None = None
     computed_tokens: int = 0
     new_ids: list[int] = field(default_factory=list)
     ended: bool = False
+    context_full: bool = False
     seconds: Timings = field(default_factory=Timings)
 
 
@@ -83,9 +85,11 @@ def generate(
             "there is nothing to evaluate: the session has no tokens and no prompt was given",
             "give a prompt: --prompt, --prompt-file, --messages or --token-ids",
         )
+    room = engine.capacity - len(token_ids)
+    result.context_full = room < max_tokens
     started = time.perf_counter()
     tokens = engine.generate(token_ids, temperature=temperature, seed=seed)
-    while len(result.new_ids) < max_tokens:
+    while len(result.new_ids) < min(max_tokens, room):
         token = next(tokens, None)
         if result.seconds.first_token is None:
             waited = time.perf_counter() - started

@@ -34,6 +34,7 @@ from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.match import Match, chain, gallop, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.restore import read_blocks
+from kvsnap.kvstore.sessions import no_session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
 
@@ -79,12 +80,7 @@ class Session:
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""
         if self.stored is None:
-            raise NotFound(
-                f"no session {self.name!r} in the store",
-                self._problems[0]
-                if self._problems
-                else "kvsnap ls shows the sessions that are there",
-            )
+            raise no_session(str(self.name))
         return self.stored.record.token_ids
 
     def resume(self, token_ids: Sequence[int] | TokenIds, *, leave: int = 1) -> ResumeReport:

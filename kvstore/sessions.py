@@ -18,7 +18,6 @@ from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place, write_settings
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
-_SEE_LS = "kvsnap ls shows the sessions that are there"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Sessions:
         try:
             found = read_session(path)
         except (FileNotFoundError, NotADirectoryError):
-            raise NotFound(f"no session {name!r} in the store", _SEE_LS) from None
+            raise no_session(name) from None
         except OSError as error:
             raise files.store_error(error, path, "read") from error
         except Damaged as error:
@@ -99,7 +98,7 @@ class Sessions:
         """The path of a session that is there, readable or not; raises `NotFound`."""
         path = self.path(tenant_id, name)
         if files.file_size(path) is None and not path.is_dir():
-            raise NotFound(f"no session {name!r} in the store", _SEE_LS)
+            raise no_session(name)
         return path
 
     def remove(self, tenant_id: str, name: str) -> int:
@@ -176,3 +175,9 @@ def read_session(path: Path, *, strict: bool = False) -> SessionFile:
             raise
         return session
     return parse_session(buffer)
+
+
+def no_session(name: str) -> NotFound:
+    return NotFound(
+        f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
+    )

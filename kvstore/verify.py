@@ -6,13 +6,14 @@ that can be computed from the identity in the file; with one, the key must be gi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsnap.formats.block import BlockRecord, parse_block
 from kvsnap.formats.container import check_file_digest
-from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
+from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.identity import Root, root_of
 from kvsnap.formats.names import block_name, chain_names
 from kvsnap.formats.session import SessionFile
@@ -88,11 +89,7 @@ def verify_session(
 ) -> VerifyReport:
     """One session and the blocks of its chain. Raises `NotFound`."""
     report = VerifyReport()
-    path = store.sessions.path(tenant_id, name)
-    if files.file_size(path) is None and not path.is_dir():
-        raise NotFound(
-            f"no session {name!r} in the store", "kvsnap ls shows the sessions that are there"
-        )
+    path = store.sessions.require(tenant_id, name)
     session = _session_file(path, tenant, report)
     for block in session.record.chain if session else ():
         file = store.place.block(block)
@@ -111,9 +108,21 @@ def verify_session(
     return report
 
 
-def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyReport) -> None:
+@contextlib.contextmanager
+def _finding(path: Path, report: VerifyReport) -> Iterator[None]:
+    """Count one file as checked; what the block raises is what is wrong with it."""
     report.checked += 1
     try:
+        yield
+    except KvsnapError as error:
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
+
+
+def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyReport) -> None:
+    with _finding(path, report):
         buffer = files.read_whole(path)
         check_file_digest(buffer)
         block = parse_block(buffer)
@@ -122,14 +131,11 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
         if store.place.block(record.name) != path:
             raise Damaged(f"the file holds block {record.name.hex()[:12]}…")
         root = _root_of(record.identity, record.root_id, tenant)
-        if root and record.name != _own_name(root, record):
-            raise Damaged("the block's name does not follow from its token ids and identity")
+        if root is not None:
+            own = block_name(root.key, record.parent, record.token_ids, record.extras)
+            if own != record.name:
+                raise Damaged("the block's name does not follow from its token ids and identity")
         _compare_row(store, record, len(buffer))
-    except KvsnapError as error:
-        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
 
 
 def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
@@ -141,25 +147,18 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
 
 
 def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> SessionFile | None:
-    report.checked += 1
-    try:
+    with _finding(path, report):
         session = read_session(path, strict=True)
         session.tail_rows()
         session.check_talk()
         record = session.record
         root = _root_of(record.identity, record.root_id, tenant)
-        if root:
+        if root is not None:
             names = chain_names(root.key, record.token_ids, record.block_size)
             if tuple(names) != record.chain:
                 raise Damaged("the chain does not follow from the session's token ids")
-    except KvsnapError as error:
-        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
-        return None
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
-        return None
-    return session
+        return session
+    return None
 
 
 def _root_of(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:
@@ -169,10 +168,6 @@ def _root_of(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:
         if root.root_id == root_id:
             return root
     return None
-
-
-def _own_name(root: Root, record: BlockRecord) -> bytes:
-    return block_name(root.key, record.parent, record.token_ids, record.extras)
 
 
 def _session_paths(store: Store) -> Iterator[Path]:

@@ -113,10 +113,6 @@ def command(
             made = new_prompt(loaded.engine, source, answer=True)
         if made.warning:
             app.out.warn(made.warning)
-        room = loaded.engine.capacity - len(made.token_ids)
-        if 0 <= room < max_tokens:
-            app.out.warn(f"the context is full after {units.count(room, 'new token')}")
-            max_tokens = room
         result = Answer()
         with bar(app.out, "prefill", "tokens") as update:
             prefill(
@@ -146,6 +142,10 @@ def command(
         ):
             app.out.text(decoder.decode(loaded.engine.detokenize([token])), newline=False)
         app.out.text("")
+        if result.context_full and not result.ended:
+            app.out.warn(
+                f"the context is full after {units.count(len(result.new_ids), 'new token')}"
+            )
         writing = time.perf_counter()
         problem: KvsnapError | None = None
         if not no_save:
