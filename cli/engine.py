@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvsnap.cli import interrupt
 from kvsnap.cli.main import App
 from kvsnap.cli.progress import bar
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
@@ -44,6 +46,7 @@ class Loaded:
             self.session = Session(
                 self.store, self.engine, session, tenant=tenant, codec=options["codec"]
             )
+        interrupt.check()
         self.model = Path(options["model"]).name
         self.load_seconds = time.perf_counter() - started
 
@@ -72,6 +75,12 @@ def load_options(options: Mapping[str, Any]) -> Any:
         "lora",
     )
     values = {name: options[name] for name in names}
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}", "give a finite number")
+    for name in ("rope_freq_base", "rope_freq_scale", "rope_scale", "yarn_orig_ctx"):
+        if (options[name] or 0) < 0 or (name == "rope_scale" and options[name] == 0):
+            raise UsageError(f"--{name.replace('_', '-')} is {options[name]}", "give more than 0")
     if options["rope_scale"]:
         if options["rope_freq_scale"]:
             raise UsageError("--rope-scale and --rope-freq-scale say the same", "give one of them")

@@ -11,10 +11,14 @@ import click
 
 from kvsnap.formats.errors import NotFound, UsageError
 
+MAX_INPUT = 256_000_000
+MAX_CONTEXT = 2**27
+MAX_THREADS = 512
+"""ggml takes no more (GGML_MAX_N_THREADS); with thousands a run does not end."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SOURCE = [
-    click.option("--prompt", metavar="TEXT", help="A prompt; with SESSION its next turn."),
+    click.option("--prompt", metavar="TEXT", help="A prompt; for resume SESSION its next turn."),
     click.option(
         "--prompt-file",
         metavar="F",
@@ -52,11 +56,14 @@ _ENGINE = [
     click.option(
         "--ctx",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_CONTEXT),
         help="Context length. Default: what the work needs, at most the trained length.",
     ),
     click.option(
-        "--threads", metavar="N", type=click.IntRange(min=1), help="Default: the physical cores."
+        "--threads",
+        metavar="N",
+        type=click.IntRange(1, MAX_THREADS),
+        help="Default: the physical cores.",
     ),
     click.option(
         "--flash-attn",
@@ -193,13 +200,17 @@ def _json(path: Path) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return _bytes(path).decode("utf-8")
+        return _bytes(path).decode("utf-8-sig")  # Windows editors begin with a mark
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text", "convert it to UTF-8") from error
 
 
 def _bytes(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a regular file", "give the path of a file")
+        if path.stat().st_size > MAX_INPUT:
+            raise UsageError(f"{path} is larger than {MAX_INPUT} bytes", "no prompt is that long")
         return path.read_bytes()
     except OSError as error:
         raise NotFound(f"cannot read {path}: {error.strerror}", "check the path") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvsnap.cli import interrupt
 from kvsnap.cli.output import Output
 from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
 
@@ -52,6 +53,8 @@ def _set(ctx: click.Context, option: click.Parameter, value: object) -> None:
     if value:
         assert option.name is not None
         ctx.ensure_object(App).settings[option.name] = value
+    elif value == "" and option.name == "store":
+        raise UsageError("--store is empty", "give a folder, or leave the option away")
 
 
 def global_options(hidden: bool) -> list[click.Option]:
@@ -121,6 +124,7 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run, and leave with the exit code of the contract; no traceback for what a person can mend."""
+    interrupt.watch()
     try:
         code = cli.main(arguments, prog_name="kvsnap", standalone_mode=False) or 0
     except KvsnapError as error:
@@ -142,6 +146,13 @@ def main(arguments: list[str] | None = None) -> None:
         code = 1
     except OSError as error:
         code = _report(_as_ours(error))
+    except Exception as error:
+        if {"-v", "--verbose"} & set(sys.argv if arguments is None else arguments):
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        code = _report(
+            KvsnapError(f"unexpected: {what}", "--verbose shows where; please report it")
+        )
     sys.exit(code)
 
 

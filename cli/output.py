@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,16 @@ class Output:
         """Data for a person; not in JSON mode."""
         if not self.as_json:
             click.echo(text, nl=newline)
+
+    def stream(self, text: str) -> bool:
+        """Data as it comes; False where nobody reads it any more. Not in JSON mode."""
+        if not self.as_json:
+            try:
+                click.echo(text, nl=False)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return False
+        return True
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Plain aligned columns: they read the same on a terminal, in a pipe and in a mail."""
@@ -52,7 +63,7 @@ class Output:
     @property
     def progress(self) -> bool:
         """Whether bars may be drawn: on a terminal only, and not where talk is unwanted."""
-        return sys.stderr.isatty() and not self.quiet
+        return sys.stderr is not None and sys.stderr.isatty() and not self.quiet
 
 
 def _all_numbers(cells: list[str]) -> bool:

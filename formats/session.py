@@ -83,6 +83,7 @@ class SessionFile:
     codec: Codec
     content: str
     talk: str
+    file_digest: str
     tensors: Mapping[str, Tensor]
 
     def tail_rows(self) -> dict[str, np.ndarray]:
@@ -163,7 +164,7 @@ def parse_session(buffer: memoryview) -> SessionFile:
     )
     codec = get_codec(container.field("codec"))
     content, talk = container.field("content"), container.field("talk")
-    return SessionFile(record, codec, content, talk, tensors)
+    return SessionFile(record, codec, content, talk, container.field("file"), tensors)
 
 
 def _notes(record: SessionRecord) -> str:

@@ -7,7 +7,7 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,10 @@ class Wanted:
     parent: bytes
     start: int
     token_ids: TokenIds
+
+
+Fits = Callable[[BlockRecord], None]
+"""Raises where a file's record is not what was asked for."""
 
 
 class Blocks:
@@ -86,7 +90,7 @@ class Blocks:
                 # What stands there may be synced and part of a session that was reported saved.
                 files.sync_all([temporary])
             with self.index.transaction() as db:
-                if self._already_there(wanted.name, root):
+                if self._already_there(root, wanted):
                     self.misses.pop(wanted.name, None)
                     return 0
                 self.index.insert(db, record, packed.size, codec.id, synced=False)
@@ -121,11 +125,11 @@ class Blocks:
             whole = layout.empty(count)
             block.decode_into(layout, whole)
         except (Damaged, Unsupported) as error:
-            raise self._missed(root, wanted.name, error.what, aside=True) from error
+            raise self._missed(root, wanted, error.what, aside=True) from error
         for name, array in out.items():
             array[...] = whole[name][:, tokens]
 
-    def set_aside(self, name: bytes, reason: str, root: Root | None = None) -> None:
+    def set_aside(self, name: bytes, reason: str, fits: Fits | None = None) -> None:
         """Quarantine a block's file and mark what follows it unreachable, in one transaction.
 
         The file is looked at again inside: another process may have stored the block anew. In a
@@ -136,7 +140,7 @@ class Blocks:
         try:
             with self.index.transaction() as db:
                 row = self.index.find(name)
-                if row is not None and (size := _intact_size(path, name, root)):
+                if row is not None and (size := _intact_size(path, name, fits)):
                     self.index.correct_size(db, name, size)
                     return
                 if row is not None:
@@ -161,24 +165,26 @@ class Blocks:
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)
         except Miss as miss:
-            raise self._missed(root, wanted.name, miss.reason, aside=False) from None
+            raise self._missed(root, wanted, miss.reason, aside=False) from None
         except FileNotFoundError as error:
-            raise self._missed(root, wanted.name, "the file is missing", aside=True) from error
+            raise self._missed(root, wanted, "the file is missing", aside=True) from error
         except OSError as error:  # a permission or a device error says nothing about the bytes
             reason = f"cannot be read: {error.strerror}"
-            raise self._missed(root, wanted.name, reason, aside=False) from error
+            raise self._missed(root, wanted, reason, aside=False) from error
         except Unsupported as error:
-            raise self._missed(root, wanted.name, error.what, aside=False) from error
+            raise self._missed(root, wanted, error.what, aside=False) from error
         except KvsnapError as error:
-            raise self._missed(root, wanted.name, error.what, aside=True) from error
+            raise self._missed(root, wanted, error.what, aside=True) from error
         return block
 
-    def _already_there(self, name: bytes, root: Root) -> bool:
+    def _already_there(self, root: Root, wanted: Wanted) -> bool:
         """Whether another process stored the block meanwhile, or a verdict of ours was rash."""
-        row, path = self.index.find(name), self.place.block(name)
+        row, path = self.index.find(wanted.name), self.place.block(wanted.name)
         if row is None or not row.reachable or files.file_size(path) != row.bytes:
             return False
-        return name not in self.misses or _intact_size(path, name, root) == row.bytes
+        if wanted.name not in self.misses:
+            return True
+        return _intact_size(path, wanted.name, _fits(root, wanted)) == row.bytes
 
     def _largest(self, layout: Layout) -> int:
         """No block file is longer: codecs never store more than the rows."""
@@ -191,29 +197,32 @@ class Blocks:
         if record.name != wanted.name or own_name != wanted.name:
             raise Damaged("the file is another block's")
         if record.root_id != root.root_id or record.identity != root.identity:
-            raise Miss(wanted.name, "the file belongs to another identity")
+            raise Damaged("the file belongs to another identity")
         if record.parent != wanted.parent or record.start != wanted.start:
-            raise Miss(wanted.name, "the file belongs to another place in a chain")
+            raise Damaged("the file belongs to another place in a chain")
         front = record.token_ids[: len(wanted.token_ids)]
         if record.extras or not np.array_equal(front, wanted.token_ids):
             raise Miss(wanted.name, "the file holds other token ids: a name collision")
 
-    def _missed(self, root: Root, name: bytes, reason: str, *, aside: bool) -> Miss:
+    def _missed(self, root: Root, wanted: Wanted, reason: str, *, aside: bool) -> Miss:
         if aside:
-            self.set_aside(name, reason, root)
-        self.misses[name] = reason
-        return Miss(name, reason)
+            self.set_aside(wanted.name, reason, _fits(root, wanted))
+        self.misses[wanted.name] = reason
+        return Miss(wanted.name, reason)
 
 
-def _intact_size(path: Path, name: bytes, root: Root | None) -> int | None:
+def _fits(root: Root, wanted: Wanted) -> Fits:
+    return lambda record: Blocks._compare(record, root, wanted)
+
+
+def _intact_size(path: Path, name: bytes, fits: Fits | None) -> int | None:
     """The length of a file that is intact and, as far as can be told, the block of this name."""
     try:
         buffer = files.read_whole(path)
         check_file_digest(buffer)
         record = parse_block(buffer).record
-    except (OSError, KvsnapError):
+        if fits is not None:
+            fits(record)
+    except (OSError, KvsnapError, Miss):
         return None
-    own_name = record.name
-    if root is not None:
-        own_name = names.block_name(root.key, record.parent, record.token_ids, record.extras)
-    return len(buffer) if record.name == name == own_name else None
+    return len(buffer) if record.name == name else None

@@ -70,7 +70,8 @@ def check_messages(value: Any) -> tuple[Message, ...]:
     if isinstance(value, dict):
         value = value.get("messages")
     ok = isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
+        isinstance(m, dict) and isinstance(m.get("role"), str) and _is_text(m["role"])
+        for m in value
     )
     if not ok:
         raise UsageError(
@@ -96,9 +97,18 @@ def new_prompt(engine: TextEngine, source: Source, *, answer: bool) -> Prompt:
     return Prompt(token_ids=engine.tokenize(text, first=True), kind="raw")
 
 
-def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Prompt:
-    """A stored session and what follows it: `text` is the next user turn of a chat."""
+def next_prompt(
+    engine: TextEngine, record: SessionRecord, source: Source, *, same_weights: bool = True
+) -> Prompt:
+    """A stored session and what follows it: `text` is the next user turn of a chat.
+
+    Without the same weights nobody knows whether the tokenizer is the same, and ids of another one
+    are other words: a chat is rendered and tokenized anew, raw ids are taken as they are, with a
+    warning.
+    """
     notes = record.notes
+    if not same_weights and source.token_ids is None:
+        return _of_another_model(engine, record, source)
     if source.token_ids is not None:
         warning = "the session is no chat any more: what ids say is not known as messages"
         more = token_array(source.token_ids)
@@ -119,14 +129,9 @@ def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Pr
             messages=messages,
             text=stored_text,
             answering=True,
-            open_bytes=bytes.fromhex(str(notes.get("open_bytes", ""))),
+            open_bytes=_open_bytes(notes),
         )
-    added: Sequence[Message] = ()
-    if source.text is not None:
-        added = [{"role": "user", "content": source.text}]
-    elif source.messages is not None:
-        added = check_messages(list(source.messages))
-    whole = _rendered(engine, (*messages, *added), answer=True)
+    whole = _rendered(engine, (*messages, *_added(source)), answer=True)
     if not whole.text.startswith(stored_text):
         return dataclasses.replace(
             whole,
@@ -136,6 +141,24 @@ def next_prompt(engine: TextEngine, record: SessionRecord, source: Source) -> Pr
     suffix = engine.tokenize(whole.text[len(stored_text) :], first=False, chat=True)
     ids = np.concatenate([record.token_ids, suffix])
     return dataclasses.replace(whole, token_ids=ids)
+
+
+def _of_another_model(engine: TextEngine, record: SessionRecord, source: Source) -> Prompt:
+    notes = record.notes
+    if notes.get("kind") != "chat":
+        more = engine.tokenize(_checked(source.text or ""), first=len(record.token_ids) == 0)
+        warning = "the session's token ids are another model's: its words may be others"
+        return _joined(record, more, warning if len(record.token_ids) else "")
+    messages, _ = _chat_notes(notes)
+    whole = _rendered(engine, (*messages, *_added(source)), answer=True)
+    warning = "the session is another model's: its messages are tokenized anew"
+    return dataclasses.replace(whole, warning=warning)
+
+
+def _added(source: Source) -> Sequence[Message]:
+    if source.text is not None:
+        return [{"role": "user", "content": _checked(source.text)}]
+    return check_messages(list(source.messages)) if source.messages is not None else ()
 
 
 def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: bool) -> Prompt:
@@ -182,6 +205,13 @@ def _checked(text: str) -> str:
     if not _is_text(text):
         raise UsageError("the prompt is not valid Unicode text", "give it as UTF-8")
     return text
+
+
+def _open_bytes(notes: Mapping[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(str(notes.get("open_bytes", "")))
+    except ValueError:
+        return b""  # notes of a program of somebody's own; at most one character is lost
 
 
 def _is_text(text: str) -> bool:

@@ -24,7 +24,7 @@ from kvsnap.formats.errors import (
     Unsupported,
     UsageError,
 )
-from kvsnap.formats.identity import EXACT, root_of
+from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
 from kvsnap.formats.session import SessionFile, SessionRecord
@@ -34,7 +34,7 @@ from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.match import Match, chain, gallop, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.restore import read_blocks
-from kvsnap.kvstore.sessions import no_session
+from kvsnap.kvstore.sessions import Version, no_session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
 
@@ -75,13 +75,25 @@ class Session:
         self._written = _Written()
         self._problems: list[str]
         self.stored = self._load()
-        self._revision = self.stored.record.revision if self.stored else 0
+        self._version: Version = self._stored_version()
 
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""
         if self.stored is None:
+            if self._problems:
+                raise NotFound(f"session {self.name!r} cannot be read", self._problems[0])
             raise no_session(str(self.name))
         return self.stored.record.token_ids
+
+    def same_weights(self, record: SessionRecord) -> bool:
+        """Whether a session was saved with the weights that the engine has now."""
+        changed = differences(record.identity, self.root.identity)
+        return "weights" not in {field for field, _, _ in changed}
+
+    def replaces_another(self, token_ids: TokenIds) -> bool:
+        """Whether saving these ids would drop stored ones that they do not go on from."""
+        stored = self.stored.record.token_ids if self.stored is not None else token_array([])
+        return common_prefix(stored, token_ids) < len(stored)
 
     def resume(self, token_ids: Sequence[int] | TokenIds, *, leave: int = 1) -> ResumeReport:
         """Put the longest stored prefix of `token_ids` into the engine, in place of what it holds.
@@ -175,28 +187,28 @@ class Session:
                 root_id=self.root.root_id,
                 identity=self.root.identity,
                 block_size=size,
-                revision=self._revision,
+                revision=self._version[0],
                 token_ids=ids,
                 chain=tuple(names),
                 pinned=pinned or (self.stored is not None and self.stored.record.pinned),
                 notes=dict(notes or {}),
             )
             try:
-                saved = self.store.sessions.save(
-                    record, self.codec, self.layout, tail, self._revision
+                self._version = self.store.sessions.save(
+                    record, self.codec, self.layout, tail, self._version
                 )
-                self._revision = saved.revision  # it stands there, also where the sync now fails
-                self.store.sessions.sync(saved)
+                self.store.sessions.sync(record)
             except SessionMoved as error:  # goes on as that: not one more session a save
                 moved = error
-                self.name, self._revision = moved.stored_as, 1
+                self.name = moved.stored_as
             self.engine.holder = (self.tenant_id, self.name)
             self.stored = self._load()  # its tail and its pin are this session's from now on
+            self._version = self._stored_version()
         self.store.index.write_notes()
         written, self._written = self._written, _Written()
         report = SaveReport(
             session=self.name,
-            revision=self._revision,
+            revision=self._version[0],
             tokens=len(ids),
             blocks=len(names),
             blocks_written=len(written.names),
@@ -232,6 +244,10 @@ class Session:
                 f"the engine holds another conversation than session {self.name!r}",
                 "resume the session before it is saved, or use an engine for each",
             )
+
+    def _stored_version(self) -> Version:
+        found = self.stored
+        return (found.record.revision, found.file_digest) if found is not None else (0, "")
 
     def _load(self) -> SessionFile | None:
         self._problems = []

@@ -12,12 +12,15 @@ from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, SessionMoved
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
-from kvsnap.formats.session_name import SUFFIX, check_session_name, session_file_name
+from kvsnap.formats.session_name import SUFFIX, session_file_name
 from kvsnap.kvstore import files
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place, write_settings
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
+
+Version = tuple[int, str]
+"""(revision, file digest) of a session file."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +59,35 @@ class Sessions:
             )
         return found
 
-    def revision(self, tenant_id: str, name: str) -> int:
-        """The stored revision; 0 where there is no such session, or a damaged one to replace."""
+    def version(self, tenant_id: str, name: str) -> Version:
+        """What stands under a name; (0, "") for nothing, or for a damaged file to replace."""
         try:
-            return self.load(tenant_id, name).record.revision
+            found = self.load(tenant_id, name)
         except (NotFound, Damaged):
-            return 0
+            return 0, ""
+        return found.record.revision, found.file_digest
 
     def save(
-        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, started_from: int
-    ) -> SessionRecord:
-        """Write `record` as revision `started_from` + 1, synced before it appears; `sync` makes the
-        appearing durable too. If that fails, a retry starts from the revision returned here.
+        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, started_from: Version
+    ) -> Version:
+        """Write `record` as the revision after `started_from`, synced before it appears; `sync`
+        makes the appearing durable too. If that fails, a retry starts from what is returned here.
 
-        Raises `SessionMoved` after storing it as `NAME@n` where somebody saved meanwhile. A
+        Raises `SessionMoved` after storing it as `NAME@n` where the session changed meanwhile. A
         damaged file that it replaces goes to quarantine.
         """
-        check_session_name(record.name)
-        new = dataclasses.replace(record, revision=started_from + 1)
-        if self._replace(new, codec, layout, tail, started_from):
-            return new
+        new = dataclasses.replace(record, revision=started_from[0] + 1)
+        digest = self._replace(new, codec, layout, tail, started_from)
+        if digest:
+            return new.revision, digest
         number = 2
         while True:
             aside = dataclasses.replace(record, name=f"{record.name}@{number}", revision=1)
-            if self._replace(aside, codec, layout, tail, 0, must_be_new=True):
+            if self._replace(aside, codec, layout, tail, (0, ""), must_be_new=True):
                 self.sync(aside)
                 raise SessionMoved(
                     aside.name,
-                    f"session {record.name!r} was saved by another process meanwhile;"
+                    f"session {record.name!r} was saved or removed by another process meanwhile;"
                     f" this one is stored as {aside.name!r}",
                     f"kvsnap show {aside.name} shows it; kvsnap rm removes the one you do not want",
                 )
@@ -131,28 +135,32 @@ class Sessions:
         codec: Codec,
         layout: Layout,
         tail: Rows,
-        started_from: int,
+        started_from: Version,
         must_be_new: bool = False,
-    ) -> bool:
+    ) -> str:
+        """The digest of the file that now stands there; empty where something else did.
+
+        The whole file that a save started from is compared, not its revision alone: a session can
+        be removed and saved anew, or an older file put back.
+        """
         path = self.path(record.tenant_id, record.name)
         write_settings(self.place)
         files.make_dir(path.parent)
-        temporary = files.write_temporary(
-            self.place.temporary, pack_session(record, codec, layout, tail)
-        )
+        packed = pack_session(record, codec, layout, tail)
+        temporary = files.write_temporary(self.place.temporary, packed)
         try:
             files.sync_all([temporary])
             with self.index.transaction():
                 occupied = path.exists() or path.is_symlink()
                 if occupied and must_be_new:
-                    return False
-                if self.revision(record.tenant_id, record.name) != started_from:
-                    return False
-                if occupied and started_from == 0:
+                    return ""
+                if self.version(record.tenant_id, record.name) != started_from:
+                    return ""
+                if occupied and started_from == (0, ""):
                     self.place.set_aside(path, "a session file that could not be read")
                 with files.store_errors(path):
                     temporary.replace(path)
-            return True
+            return packed.file_digest
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -26,6 +26,7 @@ class FileDigests:
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        self._known: dict[str, tuple[str, str]] = {}
         self.progress: Callable[[int, int], None] = lambda done, total: None
 
     def __call__(self, path: Path) -> str:
@@ -33,9 +34,9 @@ class FileDigests:
         try:
             before = key.stat()
             stamp = stamp_of(before)
-            known = self.index.query("SELECT digest, stamp FROM weights WHERE path = ?", [str(key)])
-            if known and known[0][1] == stamp:
-                return str(known[0][0])
+            known = self._known.get(str(key)) or self._stored(str(key))
+            if known is not None and known[1] == stamp:
+                return known[0]
             started = time.time_ns()
             digest = f"blake3:{self._hash(key, before.st_size)}"
             if stamp_of(key.stat()) != stamp:
@@ -56,7 +57,12 @@ class FileDigests:
                 self.progress(done, size)
         return hasher.hexdigest()
 
+    def _stored(self, path: str) -> tuple[str, str] | None:
+        found = self.index.query("SELECT digest, stamp FROM weights WHERE path = ?", [path])
+        return (str(found[0][0]), str(found[0][1])) if found else None
+
     def _remember(self, path: str, stamp: str, digest: str) -> None:
+        self._known[path] = (digest, stamp)
         self.index.note(
             lambda db: db.execute(
                 "INSERT INTO weights VALUES (?, ?, ?) ON CONFLICT(path) DO UPDATE SET"

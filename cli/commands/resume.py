@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvsnap.cli import units
+from kvsnap.cli import interrupt, units
 from kvsnap.cli.inputs import (
     engine_options,
     read_source,
@@ -54,7 +54,7 @@ Examples:
 @click.option(
     "--seed",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
     help="Seed of the sampler.",
@@ -108,13 +108,21 @@ def command(
         if session is not None:
             loaded.session.stored_token_ids()  # raises where there is none
             assert loaded.session.stored is not None
-            made = next_prompt(loaded.engine, loaded.session.stored.record, source)
+            record = loaded.session.stored.record
+            made = next_prompt(
+                loaded.engine, record, source, same_weights=loaded.session.same_weights(record)
+            )
         else:
             made = new_prompt(loaded.engine, source, answer=True)
         if made.warning:
             app.out.warn(made.warning)
         result = Answer()
-        with bar(app.out, "prefill", "tokens") as update:
+        with bar(app.out, "prefill", "tokens") as draw:
+
+            def update(done: int, total: int) -> None:
+                interrupt.check()
+                draw(done, total)
+
             prefill(
                 loaded.session,
                 loaded.engine,
@@ -130,6 +138,7 @@ def command(
             app.out.warn(line)
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
             app.out.warn(f"nothing reused: {report.stopped_by}")
+        closed = False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(made.open_bytes)
         for token in generate(
@@ -140,8 +149,11 @@ def command(
             temperature=temperature,
             seed=seed,
         ):
-            app.out.text(decoder.decode(loaded.engine.detokenize([token])), newline=False)
-        app.out.text("")
+            interrupt.check()
+            piece = decoder.decode(loaded.engine.detokenize([token]))
+            # Whoever reads stdout may have gone (| head): the turn is finished and saved for them.
+            closed = closed or not app.out.stream(piece)
+        closed = closed or not app.out.stream("\n")
         if result.context_full and not result.ended:
             app.out.warn(
                 f"the context is full after {units.count(len(result.new_ids), 'new token')}"
@@ -191,5 +203,9 @@ def command(
         + (f"; first after {units.seconds(first)}" if first is not None else "")
     )
     app.out.detail(f"reuse ended by {report.stopped_by}")
+    if problem is None and closed:
+        problem = PartlyDone(
+            "stdout was closed before the end of the answer", "it is saved" if not no_save else ""
+        )
     if problem is not None:
         raise problem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvsnap.cli import units
+from kvsnap.cli import interrupt, units
 from kvsnap.cli.inputs import (
     engine_options,
     read_source,
@@ -72,7 +72,12 @@ def command(
     try:
         made = new_prompt(loaded.engine, source, answer=False)
         result = Answer()
-        with bar(app.out, "prefill", "tokens") as update:
+        with bar(app.out, "prefill", "tokens") as draw:
+
+            def update(done: int, total: int) -> None:
+                interrupt.check()
+                draw(done, total)
+
             prefill(
                 loaded.session,
                 loaded.engine,
@@ -86,6 +91,8 @@ def command(
         for line in result.report.damage:
             app.out.warn(line)
         writing = time.perf_counter()
+        if loaded.session.replaces_another(made.token_ids):
+            app.out.warn(f"session {session!r} held another conversation, which this one replaces")
         moved: SessionMoved | None = None
         try:
             report = loaded.session.save(made.notes(loaded.model), pinned=pin)

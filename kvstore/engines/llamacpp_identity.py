@@ -175,6 +175,11 @@ def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
     if not llama_cpp.llama_get_memory(llm.ctx):
         raise Unsupported("this context keeps no KV cache", "use a model that generates text")
     architecture = llm.metadata.get("general.architecture", "")
+    if not architecture:
+        raise Unsupported(
+            "the model's metadata cannot be read, and it decides what its KV means",
+            "llama-cpp-python gives none where one value is no UTF-8: mend the GGUF file",
+        )
     causal = llm.metadata.get(f"{architecture}.attention.causal", "true")
     if params.attention_type == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL or causal == "false":
         raise Unsupported("with non-causal attention a prefix depends on what follows", _NOT_YET)

@@ -47,8 +47,8 @@ def check_model(path: Path) -> None:
     """Raise before llama.cpp is asked: it would print pages, and abort on some files."""
     if not path.exists():
         raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", "give the path of a GGUF file with --model")
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file", "give the path of a GGUF file with --model")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -116,7 +116,7 @@ def load_llama(path: Path, options: LoadOptions, tokens: int) -> llama_cpp.Llama
         arguments["lora_path"], arguments["lora_scale"] = _lora(options.lora)
     try:
         return llama_cpp.Llama(str(path), **arguments)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # a chat template may fail, too: it is a program of its author
         if "lora" in str(error).lower():
             raise EngineError(str(error), "check the --lora file and its base model") from error
         raise _broken(path) from error
@@ -157,5 +157,5 @@ def _lora(value: str) -> tuple[str, float]:
 def _broken(path: Path) -> EngineError:
     return EngineError(
         f"llama.cpp cannot load {path}",
-        "the file may be cut or of a newer architecture; kvsnap doctor shows the engine's version",
+        "the file may be cut or of a newer architecture, or memory too small for --ctx",
     )

@@ -38,13 +38,13 @@ class LlamaText(TextEngine):
             raise Unsupported(
                 "this model has no chat template", "give its prompt as text: --prompt-file"
             )
-        formatter = Jinja2ChatFormatter(
-            template,
-            eos_token=self._text_of(self.llm.token_eos()),
-            bos_token=self._text_of(self.llm.token_bos()),
-            add_generation_prompt=answer,
-        )
         try:
+            formatter = Jinja2ChatFormatter(
+                template,
+                eos_token=self._text_of(self.llm.token_eos()),
+                bos_token=self._text_of(self.llm.token_bos()),
+                add_generation_prompt=answer,
+            )
             prompt: str = formatter(messages=[dict(m) for m in messages]).prompt
         except Exception as error:  # a template is a program of the model's author
             raise UsageError(
