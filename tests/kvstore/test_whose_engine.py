@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvsnap.formats.errors import EngineError, UsageError
+from kvsnap.formats.errors import EngineError, SessionMoved, UsageError
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
@@ -68,3 +68,22 @@ def test_the_first_request_of_a_new_store_is_counted(tmp_path) -> None:  # type:
         turn(store, StampedEngine(), some_ids(70), "s")
         counters = dict(store.index.query("SELECT name, value FROM counters"))
     assert (counters["requests"], counters["computed_tokens"]) == (1, 70)
+
+
+def test_a_session_that_was_removed_and_saved_anew_is_not_replaced(store: Store) -> None:
+    mine = turn(store, StampedEngine(), ALICE, "chat").session
+    store.sessions.remove("default", "chat")
+    turn(store, StampedEngine(), BOB, "chat")  # revision 1 again, and reported saved
+    with pytest.raises(SessionMoved) as moved:
+        mine.save()
+    assert moved.value.stored_as == "chat@2"
+    assert store.sessions.load("default", "chat").record.token_ids.tolist() == BOB.tolist()
+
+
+def test_a_conflict_on_the_longest_name_is_stored_beside_it(store: Store) -> None:
+    name = "n" * 1008
+    first = turn(store, StampedEngine(), ALICE, name).session
+    turn(store, StampedEngine(), ALICE, name)
+    with pytest.raises(SessionMoved) as moved:
+        first.save()
+    assert store.sessions.load("default", moved.value.stored_as).record.revision == 1
