@@ -50,6 +50,31 @@ class Loaded:
         self.model = Path(options["model"]).name
         self.load_seconds = time.perf_counter() - started
 
+    def prefill(self, app: App, token_ids: Any, *, leave: int, store_on_the_way: bool) -> Any:
+        """Restore and compute with a bar, warn of damage; the `Answer` so far."""
+        from kvsnap.kvstore.answer import Answer, prefill
+
+        result = Answer()
+        with bar(app.out, "prefill", "tokens") as draw:
+
+            def update(done: int, total: int) -> None:
+                interrupt.check()
+                draw(done, total)
+
+            prefill(
+                self.session,
+                self.engine,
+                token_ids,
+                result,
+                update,
+                leave=leave,
+                store_on_the_way=store_on_the_way,
+            )
+        assert result.report is not None
+        for line in result.report.damage:
+            app.out.warn(line)
+        return result
+
     def close(self) -> None:
         self.llm.close()
         self.store.close()

@@ -84,10 +84,9 @@ def command(
     goes on generating. The sampler's state (its random numbers) is not part of a session.
     """
     from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
-    from kvsnap.cli.progress import bar
     from kvsnap.formats.identity import EXACT
     from kvsnap.formats.tenant import tenant_id
-    from kvsnap.kvstore.answer import Answer, generate, prefill
+    from kvsnap.kvstore.answer import generate
     from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
 
     started = time.perf_counter()
@@ -116,26 +115,8 @@ def command(
             made = new_prompt(loaded.engine, source, answer=True)
         if made.warning:
             app.out.warn(made.warning)
-        result = Answer()
-        with bar(app.out, "prefill", "tokens") as draw:
-
-            def update(done: int, total: int) -> None:
-                interrupt.check()
-                draw(done, total)
-
-            prefill(
-                loaded.session,
-                loaded.engine,
-                made.token_ids,
-                result,
-                update,
-                leave=1,
-                store_on_the_way=False,
-            )
+        result = loaded.prefill(app, made.token_ids, leave=1, store_on_the_way=False)
         report = result.report
-        assert report is not None
-        for line in report.damage:
-            app.out.warn(line)
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
             app.out.warn(f"nothing reused: {report.stopped_by}")
         closed = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvsnap.cli import interrupt, units
+from kvsnap.cli import units
 from kvsnap.cli.inputs import (
     engine_options,
     read_source,
@@ -53,8 +53,6 @@ def command(
     The prompt is one of --prompt, --prompt-file, --messages and --token-ids.
     """
     from kvsnap.cli.engine import Loaded, count_tokens, require_llama
-    from kvsnap.cli.progress import bar
-    from kvsnap.kvstore.answer import Answer, prefill
     from kvsnap.kvstore.conversation import new_prompt
 
     started = time.perf_counter()
@@ -71,25 +69,7 @@ def command(
     loaded = Loaded(app, options, count_tokens(options["model"], source), session, tenant)
     try:
         made = new_prompt(loaded.engine, source, answer=False)
-        result = Answer()
-        with bar(app.out, "prefill", "tokens") as draw:
-
-            def update(done: int, total: int) -> None:
-                interrupt.check()
-                draw(done, total)
-
-            prefill(
-                loaded.session,
-                loaded.engine,
-                made.token_ids,
-                result,
-                update,
-                leave=0,
-                store_on_the_way=True,
-            )
-        assert result.report is not None
-        for line in result.report.damage:
-            app.out.warn(line)
+        result = loaded.prefill(app, made.token_ids, leave=0, store_on_the_way=True)
         writing = time.perf_counter()
         if loaded.session.replaces_another(made.token_ids):
             app.out.warn(f"session {session!r} held another conversation, which this one replaces")
