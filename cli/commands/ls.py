@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import click
 
 from kvsnap.cli import units
 from kvsnap.cli.main import App
+from kvsnap.formats.tenant import NO_TENANT_ID
 
 
 @click.command("ls")
 @click.pass_obj
 def command(app: App) -> None:
-    """List the sessions."""
+    """List the sessions, the one saved last first."""
     with app.store() as store:
         listed = list(store.sessions.list())
         rows = []
@@ -31,9 +33,11 @@ def command(app: App) -> None:
                     "pinned": record.pinned if record else False,
                     "bytes": entry.size,
                     "saved": int(entry.path.stat().st_mtime),
+                    "file": str(entry.path),
                     "problem": entry.problem or None,
                 }
             )
+    rows.sort(key=lambda row: row["saved"], reverse=True)
     if app.out.as_json:
         app.out.json(rows)
         return
@@ -44,7 +48,7 @@ def command(app: App) -> None:
         ["session", "tokens", "blocks", "saved", "model"],
         [
             [
-                row["session"] or "(damaged)",
+                _name(row),
                 str(row["tokens"] if row["tokens"] is not None else "-"),
                 str(row["blocks"] if row["blocks"] is not None else "-"),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"])),
@@ -55,3 +59,10 @@ def command(app: App) -> None:
     )
     total = sum(row["bytes"] for row in rows)
     app.out.say(f"{units.count(len(rows), 'session')}, {units.size(total)} besides the blocks")
+
+
+def _name(row: dict[str, Any]) -> str:
+    if row["session"] is None:
+        return f"(damaged: {row['file']})"
+    other = row["tenant"] != NO_TENANT_ID
+    return f"{row['session']} (of a tenant's key)" if other else str(row["session"])
