@@ -66,6 +66,9 @@ class TestLlamaCppKeepsTheContract(EngineSuite):
     def make(self, **settings: Any) -> LlamaCpp:
         return LlamaCpp(make(self.model, **settings))
 
+    def make_other_batch(self) -> LlamaCpp:
+        return self.make(n_batch=32)
+
 
 def resumed(model: Path, saved: tuple[kvsnap.Store, list[int]], **settings: Any) -> Any:
     """A new context that resumed the session, with what it decodes from here on."""
