@@ -203,7 +203,10 @@ class Session:
                 self.name = moved.stored_as
             self.engine.holder = (self.tenant_id, self.name)
             self.stored = self._load()  # its tail and its pin are this session's from now on
-            self._version = self._stored_version()
+            if moved is not None:
+                self._version = self._stored_version()
+            # Else it is what was written: by now another process may have saved after us, and
+            # its version must not pass for ours.
         self.store.index.write_notes()
         written, self._written = self._written, _Written()
         report = SaveReport(

@@ -30,6 +30,15 @@ BLOCK_SIZE = 16
 CHILD = Path(__file__).parent / "child.py"
 
 
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The bundled GGUF file."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from kvsnap.cli.commands.demo import bundled_model
+
+    return bundled_model()
+
+
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
     """A folder whose kvsnap.json asks for blocks of 16 tokens; no engine has written to it."""

@@ -58,14 +58,6 @@ def kvsnap(tmp_path: Path) -> Kvsnap:
     return run
 
 
-@pytest.fixture(scope="session")
-def model() -> Path:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from kvsnap.cli.commands.demo import bundled_model
-
-    return bundled_model()
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"

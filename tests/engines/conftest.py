@@ -17,14 +17,6 @@ Start = Callable[[str, dict[str, Any]], Callable[[], Any]]
 """Starts worker.py on a job, and gives the function that waits for its value."""
 
 
-@pytest.fixture(scope="session")
-def model() -> Path:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from kvsnap.cli.commands.demo import bundled_model
-
-    return bundled_model()
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     def run(what: str, job: dict[str, Any]) -> Callable[[], Any]:

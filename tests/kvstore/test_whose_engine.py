@@ -80,6 +80,24 @@ def test_a_session_that_was_removed_and_saved_anew_is_not_replaced(store: Store)
     assert store.sessions.load("default", "chat").record.token_ids.tolist() == BOB.tolist()
 
 
+def test_a_save_right_after_ours_is_not_taken_for_ours(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = turn(store, StampedEngine(), ALICE, "chat").session
+    real = mine._load
+
+    def load_after_bob() -> object:
+        monkeypatch.setattr(mine, "_load", real)
+        turn(store, StampedEngine(), BOB, "chat")
+        return real()
+
+    monkeypatch.setattr(mine, "_load", load_after_bob)
+    mine.save()
+    with pytest.raises(SessionMoved):
+        mine.save()
+    assert store.sessions.load("default", "chat").record.token_ids.tolist() == BOB.tolist()
+
+
 def test_a_conflict_on_the_longest_name_is_stored_beside_it(store: Store) -> None:
     name = "n" * 1008
     first = turn(store, StampedEngine(), ALICE, name).session
