@@ -8,6 +8,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, StoreError, Unsupported
@@ -135,11 +136,21 @@ def write_settings(place: Place) -> None:
         place.set_aside(place.settings, settings.problem)
     elif settings.created:
         return
-    record = {
-        "block_size": place.block_size,
-        "created": int(time.time()),
-        "format": FORMAT_VERSION,
-    }
+    _replace_settings(
+        place,
+        {"block_size": place.block_size, "created": int(time.time()), "format": FORMAT_VERSION},
+    )
+
+
+def change_settings(place: Place, key: str, value: Any) -> None:
+    """Set one field of kvsnap.json, JSON, and keep the others; the store is made where it is not."""
+    write_settings(place)
+    with files.store_errors(place.settings):
+        record = json.loads(bytes(files.read_whole(place.settings)))
+    _replace_settings(place, record | {key: value})
+
+
+def _replace_settings(place: Place, record: dict[str, Any]) -> None:
     text = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
     temporary = files.write_temporary(place.temporary, Packed((text,), len(text), ""))
     with files.store_errors(place.settings):
