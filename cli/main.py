@@ -14,14 +14,19 @@ from kvsnap.cli.output import Output
 from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
 
 COMMANDS = {
+    "bench": "Measure this machine.",
     "demo": "The whole job on the bundled model, with its timings.",
     "doctor": "Say what is wrong with the store or the engines, and what to do.",
+    "gc": "Evict the least recently used blocks, and clean up.",
     "ls": "List the sessions.",
+    "pin": "Keep a session or block from eviction.",
     "resume": "Restore a session (or a prompt's stored prefix) and continue it.",
     "rm": "Remove a session.",
     "save": "Restore what is stored of a prompt, compute the rest, store it.",
     "show": "Show one session or block in full.",
+    "simulate": "Replay a workload or trace through the store's own eviction policy.",
     "stats": "Sizes, sharing, hits.",
+    "unpin": "Let go of what was pinned.",
     "verify": "Check the files of the store, or of one session.",
 }
 """Name → one line of help; cli/commands/NAME.py is imported when the command runs."""
@@ -30,22 +35,28 @@ INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
-    """Help for all commands without importing any."""
+    """Help for all commands without importing any: NAME is in cli/commands/PREFIX + NAME.py."""
+
+    def __init__(self, *args: Any, table: dict[str, str], prefix: str = "", **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.table, self.prefix = table, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return sorted(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        command: click.Command = import_module(f"kvsnap.cli.commands.{cmd_name}").command
-        if not any(option.name == "json" for option in command.params):
-            command.params += global_options(hidden=True)
+        module = import_module(f"kvsnap.cli.commands.{self.prefix}{cmd_name}")
+        command: click.Command = module.command
+        own = {option.name for option in command.params}  # simulate has a --capacity of blocks
+        if "json" not in own:
+            command.params += [o for o in global_options(hidden=True) if o.name not in own]
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(COMMANDS.items()))
+            formatter.write_dl(sorted(self.table.items()))
 
 
 def _set(ctx: click.Context, option: click.Parameter, value: object) -> None:
@@ -65,6 +76,15 @@ def global_options(hidden: bool) -> list[click.Option]:
             metavar="PATH",
             envvar=None if hidden else "KVSNAP_STORE",
             help="Folder of the store (or KVSNAP_STORE). Default: the user's cache folder.",
+            expose_value=False,
+            callback=_set,
+            hidden=hidden,
+        ),
+        click.Option(
+            ["--capacity"],
+            metavar="SIZE",
+            help="What the store may take, like 20GB (or KVSNAP_CAPACITY). Default: 10 % of the"
+            " disk, at most 50 GB.",
             expose_value=False,
             callback=_set,
             hidden=hidden,
@@ -97,17 +117,20 @@ class App:
     def store_path(self) -> str | None:
         return self.settings.get("store")
 
-    def store(self) -> Any:
+    def store(self, *, min_free: str | None = None) -> Any:
+        from kvsnap.cli.progress import when_it_starts
         from kvsnap.kvstore.store import Store
 
-        store = Store(self.store_path)
+        store = Store(self.store_path, capacity=self.settings.get("capacity"), min_free=min_free)
         if store.problem:
             self.out.warn(store.problem)
+        store.progress = when_it_starts(self.out, "building the index anew", "files")
         return store
 
 
 @click.group(
     cls=LazyGroup,
+    table=COMMANDS,
     params=global_options(hidden=False),
     context_settings={"help_option_names": ["-h", "--help"]},
 )

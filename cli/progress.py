@@ -24,3 +24,20 @@ def bar(out: Output, title: str, unit: str) -> Iterator[Callable[[int, int], Non
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=1)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def when_it_starts(out: Output, title: str, unit: str) -> Callable[[int, int], None]:
+    """A bar for work that may never come: drawn at the first update, gone after the last."""
+    stack = contextlib.ExitStack()
+    drawn: list[Callable[[int, int], None]] = []
+
+    def update(done: int, total: int) -> None:
+        if not drawn:
+            out.say(f"{title}: {total} {unit}")
+            drawn.append(stack.enter_context(bar(out, title, unit)))
+        drawn[0](done, total)
+        if done >= total:
+            stack.close()
+            drawn.clear()
+
+    return update

@@ -6,11 +6,12 @@ by hand. tests/docs/test_cli_page.py fails where the page and the commands diffe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from kvsnap.cli.main import COMMANDS, cli
+from kvsnap.cli.main import cli
 
 PAGE = Path(__file__).with_name("cli.md")
 MARKER = "<!-- Everything below is written by docs/generate_cli.py. -->\n"
@@ -19,13 +20,19 @@ WIDTH = 80
 
 def generated() -> str:
     """Help of `kvsnap` and of each command, as it is on a terminal of 80 columns."""
-    sections = [_section("kvsnap", cli, None)]
     with click.Context(cli, info_name="kvsnap", **cli.context_settings) as parent:
-        for name in sorted(COMMANDS):
-            command = cli.get_command(parent, name)
-            assert command is not None
-            sections.append(_section(f"kvsnap {name}", command, parent))
-    return "\n".join(sections)
+        return "\n".join([_section("kvsnap", cli, None), *_commands("kvsnap", cli, parent)])
+
+
+def _commands(title: str, group: click.Group, context: click.Context) -> Iterator[str]:
+    """The commands of a group, and theirs."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield _section(f"{title} {name}", command, context)
+        if isinstance(command, click.Group):
+            with click.Context(command, parent=context, info_name=name) as own:
+                yield from _commands(f"{title} {name}", command, own)
 
 
 def page(current: str) -> str:

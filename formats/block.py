@@ -12,6 +12,7 @@ from kvsnap.formats.container import Container, Packed, Tensor, pack, parse
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
+    check_fidelity,
     check_version,
     digest_field,
     hex_field,
@@ -106,6 +107,7 @@ def parse_block(buffer: memoryview) -> BlockFile:
 def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
     """The record of a block file from its header and its `token_ids` tensor."""
     check_version(container, KIND)
+    check_fidelity(container)
     return BlockRecord(
         name=digest_field(container, "name"),
         parent=digest_field(container, "parent"),

@@ -10,7 +10,7 @@ KvsnapError                 it did not work                                     
 │   ├── StoreFull           no space left
 │   ├── StoreReadOnly       nothing can be written there
 │   ├── IndexDamaged        the index was damaged and thrown away; the next use builds it anew
-│   └── ParentMissing       the block before the one to store is not there (any more)
+│   └── Vanished            what a save stood on went from the store meanwhile
 ├── EngineError             the engine did not do what was asked
 ├── DoesNotFit              more tokens than the engine's context holds
 └── PartlyDone              some of it worked, and what did is kept                   exit 3
@@ -18,6 +18,11 @@ KvsnapError                 it did not work                                     
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvsnap.formats.session import SessionFile
 
 
 class KvsnapError(Exception):
@@ -69,8 +74,8 @@ class IndexDamaged(StoreError):
     """The index was damaged and has been thrown away; the next use builds it anew."""
 
 
-class ParentMissing(StoreError):
-    """The block before went away between two steps of a save, by damage or by hand."""
+class Vanished(StoreError):
+    """A block or an unfinished file went away between two steps of a save: do it again."""
 
 
 class EngineError(KvsnapError):
@@ -90,8 +95,9 @@ class PartlyDone(KvsnapError):
 class SessionMoved(PartlyDone):
     """The session was saved by somebody else meanwhile; this one is stored as `stored_as`."""
 
-    def __init__(self, stored_as: str, what: str, hint: str = "") -> None:
+    def __init__(self, stored: SessionFile, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
-        self.stored_as = stored_as
+        self.stored = stored
+        self.stored_as = stored.record.name
         self.report: object = None
         """The save's report, where a session's save raised this."""

@@ -26,6 +26,9 @@ def check_version(container: Container, kind: str) -> None:
     found = container.field("kind")
     if found != kind:
         raise Damaged(f"a file of kind {reprlib.repr(found)} where a {kind} belongs")
+
+
+def check_fidelity(container: Container) -> None:
     fidelity = container.field("fidelity")
     if fidelity != EXACT:
         raise Unsupported(f"fidelity {reprlib.repr(fidelity)} is not known to this version")

@@ -20,6 +20,7 @@ from kvsnap.formats.container import Packed, Tensor, pack, parse
 from kvsnap.formats.errors import Damaged, UsageError
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
+    check_fidelity,
     check_version,
     digest_field,
     ids_tensor,
@@ -45,7 +46,6 @@ class SessionRecord:
     revision: int
     token_ids: TokenIds
     chain: tuple[bytes, ...]
-    pinned: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Free for the caller, JSON: the CLI keeps the chat's messages and the text here."""
 
@@ -68,7 +68,6 @@ class SessionRecord:
             "fidelity": EXACT,
             "kind": KIND,
             "name": self.name,
-            "pinned": str(int(self.pinned)),
             "revision": str(self.revision),
             "root_id": self.root_id,
             "tenant_id": self.tenant_id,
@@ -136,6 +135,7 @@ def parse_session(buffer: memoryview) -> SessionFile:
     """Parse a whole session file. The caller checks the `file` digest first."""
     container = parse(buffer)
     check_version(container, KIND)
+    check_fidelity(container)
     tensors = dict(container.tensors)
     ids, chain = ids_tensor(tensors.pop("token_ids", None)), tensors.pop("chain", None)
     if chain is None or chain.dtype != "U8" or chain.shape[1:] != (32,):
@@ -159,7 +159,6 @@ def parse_session(buffer: memoryview) -> SessionFile:
         revision=number_field(container, "revision"),
         token_ids=ids,
         chain=tuple(names[at : at + 32] for at in range(0, len(names), 32)),
-        pinned=container.field("pinned") == "1",
         notes=notes,
     )
     codec = get_codec(container.field("codec"))

@@ -22,10 +22,13 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore import files
-from kvsnap.kvstore.index import Index
-from kvsnap.kvstore.place import Place, write_settings
+from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.index import Index, Row
+from kvsnap.kvstore.place import Place
+from kvsnap.kvstore.space import Space
 
 _SCRATCH = files.Scratch()
+_MOST_SEEN = 100_000
 
 
 class Miss(Exception):
@@ -53,11 +56,13 @@ Fits = Callable[[BlockRecord], None]
 class Blocks:
     """Put and read block files of one store. Safe for threads and processes."""
 
-    def __init__(self, place: Place, index: Index) -> None:
-        self.place, self.index = place, index
+    def __init__(self, place: Place, index: Index, space: Space) -> None:
+        self.place, self.index, self.space = place, index, space
         self.misses: dict[bytes, str] = {}
         """Verdicts of this process: a block that failed once is not looked for again until it is
         stored again. Without it a read-only store would offer the same damaged block for ever."""
+        self._seen: set[bytes] = set()
+        """Blocks that this process wrote, or read whole and right."""
 
     def has(self, name: bytes) -> bool:
         """Row and file of the recorded size: what a save may leave out."""
@@ -66,14 +71,41 @@ class Blocks:
             return False
         size = files.file_size(self.place.block(name))
         if size == row.bytes:
-            return True
+            return self._believed(row)
         self.set_aside(name, "the file is missing" if size is None else "the file's length changed")
         return False
 
-    def put(self, root: Root, wanted: Wanted, codec: Codec, layout: Layout, rows: Rows) -> int:
+    def _believed(self, row: Row) -> bool:
+        """An unsynced file of an earlier process may have its length and not its content, after a
+        power cut; before it counts as saved it is read. One of this process, or a synced one, not.
+        """
+        if row.synced or row.name in self._seen:
+            return True
+        size = _intact_size(self.place.block(row.name), row.name, None)
+        if size == row.bytes:
+            self._see(row.name)
+            return True
+        self.set_aside(row.name, "the content is not what was written")
+        return False
+
+    def _see(self, name: bytes) -> None:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()  # they are read once more, if they are not synced by then
+        self._seen.add(name)
+
+    def put(
+        self,
+        root: Root,
+        wanted: Wanted,
+        codec: Codec,
+        layout: Layout,
+        rows: Rows,
+        lease: Lease | None = None,
+    ) -> int:
         """Store one block whose parent is stored; returns bytes written, 0 where it was there.
 
-        `rows` are copied before this returns. The file is not synced: a save does that.
+        `rows` are copied before this returns. The file is not synced: a save does that. The lease
+        moves on to the block, so that nobody evicts it while the next one is written.
         """
         if self.has(wanted.name):
             return 0
@@ -82,26 +114,24 @@ class Blocks:
         )
         packed = pack_block(record, codec, layout, rows)
         path = self.place.block(wanted.name)
-        write_settings(self.place)
-        files.make_dir(path.parent)
-        temporary = files.write_temporary(self.place.temporary, packed)
-        try:
+        with self.space.write(packed) as room:
+            files.make_dir(path.parent)
             if files.file_size(path) is not None:
                 # What stands there may be synced and part of a session that was reported saved.
-                files.sync_all([temporary])
+                files.sync_all([room.path])
             with self.index.transaction() as db:
-                if self._already_there(root, wanted):
-                    self.misses.pop(wanted.name, None)
-                    return 0
-                self.index.insert(db, record, packed.size, codec.id, synced=False)
-                if path.is_dir():
-                    self.place.set_aside(path, "a folder stood in the file's place")
-                with files.store_errors(path):
-                    temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+                there = self._already_there(root, wanted)
+                if not there:
+                    self.index.insert(db, record, packed.size, codec.id, synced=False)
+                if lease is not None:
+                    lease.move(db, wanted.name)
+                if not there:
+                    if files.is_folder(path):
+                        self.place.set_aside(path, "a folder stood in the file's place")
+                    room.publish(db, path)
         self.misses.pop(wanted.name, None)
-        return packed.size
+        self._see(wanted.name)
+        return 0 if there else packed.size
 
     def read_into(
         self,
@@ -136,6 +166,7 @@ class Blocks:
         store that cannot be written only this process remembers the verdict.
         """
         self.misses[name] = reason
+        self._seen.discard(name)
         path = self.place.block(name)
         try:
             with self.index.transaction() as db:
@@ -152,6 +183,7 @@ class Blocks:
     def remove(self, name: bytes, reason: str) -> None:
         """Delete a block's file, whatever is in it; its row stays, as for a damaged one."""
         self.misses[name] = reason
+        self._seen.discard(name)
         with contextlib.suppress(StoreError), self.index.transaction() as db:
             self.index.lose(db, name, reason)
             self.place.block(name).unlink(missing_ok=True)
@@ -164,6 +196,7 @@ class Blocks:
             check_file_digest(buffer)
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)
+            self._see(wanted.name)
         except Miss as miss:
             raise self._missed(root, wanted, miss.reason, aside=False) from None
         except FileNotFoundError as error:
@@ -182,7 +215,7 @@ class Blocks:
         row, path = self.index.find(wanted.name), self.place.block(wanted.name)
         if row is None or not row.reachable or files.file_size(path) != row.bytes:
             return False
-        if wanted.name not in self.misses:
+        if wanted.name not in self.misses and (row.synced or wanted.name in self._seen):
             return True
         return _intact_size(path, wanted.name, _fits(root, wanted)) == row.bytes
 
@@ -208,6 +241,11 @@ class Blocks:
         if aside:
             self.set_aside(wanted.name, reason, _fits(root, wanted))
         self.misses[wanted.name] = reason
+        with contextlib.suppress(StoreError):
+            if self.index.find(wanted.name) is None:
+                # Evicted between look-up and read. Nothing offers it any more, and whoever stores
+                # it again must not be passed over.
+                self.misses.pop(wanted.name, None)
         return Miss(wanted.name, reason)
 
 

@@ -14,17 +14,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvsnap.formats.errors import StoreError
+from kvsnap.formats.errors import IndexDamaged, StoreError
 from kvsnap.kvstore.files import read_only
-from kvsnap.kvstore.sqlite import ERRORS, connect, is_damage, sqlite_errors
+from kvsnap.kvstore.locks import one_at_a_time
+from kvsnap.kvstore.sqlite import (
+    ERRORS,
+    WAIT_SECONDS,
+    connect,
+    is_damage,
+    sqlite_errors,
+    statements,
+)
 
 Work = Callable[[sqlite3.Connection], None]
 
 
 class Database:
-    """A rebuildable SQLite file. `fill` is called inside a transaction when the tables are new."""
+    """A rebuildable SQLite file. `fill` is called inside a transaction when the tables are new,
+    before the rules (indexes and triggers) are made."""
 
     schema = ""
+    rules = ""
     tables: tuple[str, ...] = ()
     version = 0
 
@@ -48,17 +58,18 @@ class Database:
                 return self._connection().execute(sql, values).fetchall()
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """`BEGIN IMMEDIATE` … commit; rolled back on any error. Nothing slow belongs inside.
 
-        Raises `IndexDamaged` where that shows: try again, once.
+        Raises `IndexDamaged` where that shows: try again, once. Without `wait` another process's
+        transaction is a `StoreError` after a few milliseconds.
         """
         if not os.access(self.path.parent, os.W_OK):
             raise read_only(self.path.parent)
         connection = self._connection(for_writing=True)
         with sqlite_errors(self.path):
             try:
-                connection.execute("BEGIN IMMEDIATE")
+                _begin(connection, wait)
                 yield connection
                 connection.execute("COMMIT")
             except BaseException as error:
@@ -66,26 +77,34 @@ class Database:
                     connection.execute("ROLLBACK")
                 if isinstance(error, ERRORS) and is_damage(error):
                     self.discard()
+                elif isinstance(error, sqlite3.ProgrammingError) and not self._is(connection):
+                    raise IndexDamaged(  # a query in here met the damage, and threw it away
+                        f"the index {self.path} was damaged", "run the command again"
+                    ) from error
                 raise
 
     def note(self, work: Work) -> None:
-        """Keep a small write for the next save or `close`: nobody waits for it, and a first resume
-        has no store to write to yet. Only what may be lost is noted."""
+        """Keep a small write for `write_notes`: nobody waits for it, and a first resume has no
+        store to write to yet. Only what may be lost is noted."""
         self._noted.append(work)
 
-    def write_notes(self) -> None:
-        """Do what was noted, where the store exists and can be written."""
-        while self._noted:
-            try:
-                work = self._noted.popleft()
-            except IndexError:
-                return  # another thread took it
-            try:
-                with self.transaction() as db:
+    def write_notes(self, *, wait: bool = True) -> None:
+        """Do what was noted, in one transaction, where the store exists and can be written."""
+        works = list[Work]()
+        with contextlib.suppress(IndexError):  # empty, also when another thread took the last one
+            while True:
+                works.append(self._noted.popleft())
+        if not works:
+            return
+        try:
+            with self.transaction(wait=wait) as db:
+                for work in works:
                     work(db)
-            except StoreError:
-                self._noted.appendleft(work)
-                return
+        except StoreError:
+            self._noted.extendleft(reversed(works))
+
+    def _is(self, connection: sqlite3.Connection) -> bool:
+        return getattr(self._local, "connection", None) is connection
 
     def close(self) -> None:
         """Close this thread's connection."""
@@ -154,18 +173,36 @@ class Database:
             if not writable:  # an older index cannot be renewed in place: build one in memory
                 connection.close()
                 connection = sqlite3.connect(":memory:", isolation_level=None)
-            connection.execute("BEGIN IMMEDIATE")
-            if _version(connection) != self.version:
-                _drop(connection, self.tables)
-                for statement in self.schema.split(";\n"):
-                    connection.execute(statement)
-                self._fill(connection)
-                connection.execute(f"PRAGMA user_version = {self.version}")
-            connection.execute("COMMIT")
+            # Filling a new index takes a minute for a million files: the others wait as long, which
+            # SQLite's own waiting would not.
+            with one_at_a_time(self.path.parent) if writable else contextlib.nullcontext():
+                connection.execute("BEGIN IMMEDIATE")
+                if _version(connection) != self.version:
+                    self._build(connection)
+                connection.execute("COMMIT")
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _build(self, db: sqlite3.Connection) -> None:
+        _drop(db, self.tables)
+        for statement in statements(self.schema):
+            db.execute(statement)
+        self._fill(db)
+        for statement in statements(self.rules):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {self.version}")
+
+
+def _begin(db: sqlite3.Connection, wait: bool) -> None:
+    if not wait:
+        db.execute("PRAGMA busy_timeout = 10")
+    try:
+        db.execute("BEGIN IMMEDIATE")
+    finally:
+        if not wait:
+            db.execute(f"PRAGMA busy_timeout = {int(WAIT_SECONDS * 1000)}")
 
 
 def _version(db: sqlite3.Connection) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from kvsnap.formats.container import MAX_HEADER, Packed
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, StoreFull, StoreReadOnly
@@ -68,14 +72,9 @@ def make_dir(path: Path) -> None:
         path.mkdir(mode=DIR_MODE, parents=True, exist_ok=True)
 
 
-def write_temporary(folder: Path, packed: Packed) -> Path:
-    """Write a whole new file under a random name; on any failure nothing is left behind.
-
-    The name has nothing of the final name in it: a name near the file system's limit must still
-    be storable, and two writers of one name must not meet.
-    """
-    make_dir(folder)
-    path = folder / f"{secrets.token_hex(16)}.part"
+def write_file(path: Path, packed: Packed) -> None:
+    """Write a whole new file; on any failure nothing is left behind."""
+    make_dir(path.parent)
     with store_errors(path):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
@@ -83,9 +82,21 @@ def write_temporary(folder: Path, packed: Packed) -> Path:
                 for buffer in packed.buffers:
                     _write_all(file.fileno(), memoryview(buffer).cast("B"))
         except BaseException:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             raise
-    return path
+
+
+def sizes(folder: Path) -> list[tuple[Path, int, float]]:
+    """(path, length, time of change) of the regular files in a folder; none where it is missing."""
+    found = list[tuple[Path, int, float]]()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((Path(entry.path), status.st_size, status.st_mtime))
+    return found
 
 
 class Scratch(threading.local):
@@ -109,11 +120,17 @@ def read_whole(path: Path, scratch: Scratch | None = None, limit: int = MAX_FILE
     no regular file, longer than `limit`, or changes its length meanwhile.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _read_whole(path, scratch, limit)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Damaged("a symbolic link stands in the file's place") from error
-        raise
+        if error.errno != errno.ESTALE:
+            raise
+    return _read_whole(path, scratch, limit)  # the file was replaced under its handle: once more
+
+
+def _read_whole(path: Path, scratch: Scratch | None, limit: int) -> memoryview:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -131,6 +148,24 @@ def read_whole(path: Path, scratch: Scratch | None = None, limit: int = MAX_FILE
     finally:
         os.close(handle)
     return buffer
+
+
+def stands(path: Path) -> bool:
+    """Whether anything stands there; a link without a target does. Cannot tell: it does."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def file_size(path: Path) -> int | None:
@@ -161,17 +196,39 @@ def _sync_one(path: Path) -> KvsnapError | None:
         with store_errors(path):
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if hasattr(os, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
-                    import fcntl
-
-                    fcntl.fcntl(handle, os.F_FULLFSYNC)
-                else:
-                    os.fsync(handle)
+                _fsync(handle)
             finally:
                 os.close(handle)
     except KvsnapError as error:
         return error
     return None
+
+
+def _fsync(handle: int) -> None:
+    """fsync; on macOS that alone stops at the drive's cache, where F_FULLFSYNC does not."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        with contextlib.suppress(OSError):  # not on every kind of volume
+            fcntl.fcntl(handle, full)
+            return
+    os.fsync(handle)
+
+
+def sync_upwards(folder: Path) -> None:
+    """Bring a folder and those that hold it to the device, up to the root of the file system: a
+    store in folders that were just made must not vanish as a whole. Foreign ones may be closed."""
+    device = folder.stat().st_dev
+    for path in (folder, *folder.parents):
+        try:
+            if path.stat().st_dev != device:
+                return
+        except OSError:
+            return
+        error = _sync_one(path)
+        if isinstance(error, StoreReadOnly):
+            return
+        if error is not None:
+            raise error
 
 
 def _write_all(handle: int, data: memoryview) -> None:

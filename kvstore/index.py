@@ -1,10 +1,8 @@
 """The index: what the files are, in SQLite, rebuildable from them at any time.
 
-One row a block. The parent is a foreign key with RESTRICT, so that closure under parent is the
-database's doing. `reachable` is 1 where the block and all before it are there; `lost` holds the
-reason where a block's file was set aside or found missing while its row is still needed (it may
-have children, and verify tells of it). Children of a parent are ordered by their token ids as
-big-endian bytes: the sibling with the longest common prefix is a neighbour of the asked ids.
+The tables are in schema.py. The parent is a foreign key with RESTRICT, so that closure under parent
+is the database's doing. Children of a parent are ordered by their token ids as big-endian bytes:
+the sibling with the longest common prefix is a neighbour of the asked ids.
 """
 
 from __future__ import annotations
@@ -14,34 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsnap.formats.block import BlockRecord
-from kvsnap.formats.errors import Damaged, ParentMissing
+from kvsnap.formats.errors import Damaged, Vanished
 from kvsnap.formats.names import ZERO_PARENT, TokenIds
 from kvsnap.kvstore.database import Database
+from kvsnap.kvstore.schema import COUNT_ALL, INDEX_VERSION, RULES, SCHEMA, TABLES
 
-INDEX_VERSION = 1
-_SCHEMA = """
-CREATE TABLE roots(
-  id INTEGER PRIMARY KEY, root_id TEXT NOT NULL UNIQUE, identity TEXT NOT NULL);
-CREATE TABLE blocks(
-  id INTEGER PRIMARY KEY,
-  name BLOB NOT NULL UNIQUE,
-  parent INTEGER REFERENCES blocks(id) ON DELETE RESTRICT,
-  root INTEGER NOT NULL REFERENCES roots(id),
-  start INTEGER NOT NULL,
-  tokens BLOB NOT NULL,
-  bytes INTEGER NOT NULL,
-  codec TEXT NOT NULL,
-  used INTEGER NOT NULL,
-  synced INTEGER NOT NULL DEFAULT 0,
-  reachable INTEGER NOT NULL,
-  lost TEXT);
-CREATE INDEX children ON blocks(root, parent, tokens);
-CREATE INDEX parents ON blocks(parent);
-CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-INSERT INTO counters VALUES ('clock', 0), ('requests', 0), ('reused_tokens', 0), ('computed_tokens', 0);
-CREATE TABLE weights(
-  path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL);
-"""
 _DESCENDANTS = """
 WITH RECURSIVE below(id) AS (
   SELECT id FROM blocks WHERE parent = :id {only}
@@ -74,9 +49,7 @@ def big_endian(token_ids: TokenIds) -> bytes:
 class Index(Database):
     """The tables of the index, and what is asked of them."""
 
-    schema = _SCHEMA
-    tables = ("blocks", "roots", "counters", "weights")
-    version = INDEX_VERSION
+    schema, rules, tables, version = SCHEMA, f"{COUNT_ALL};\n{RULES}", TABLES, INDEX_VERSION
 
     def find(self, name: bytes) -> Row | None:
         found = self._rows(f"SELECT {_ROW} FROM blocks WHERE name = ?", [name])
@@ -106,6 +79,7 @@ class Index(Database):
         Storing a lost block again makes what follows it reachable.
         """
         root = root_number(db, record.root_id, record.identity)
+        db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, codec))
         parent = None
         reachable = True
         if record.parent != ZERO_PARENT:
@@ -114,7 +88,7 @@ class Index(Database):
                 (record.parent,),
             ).fetchone()
             if found is None:
-                raise ParentMissing(
+                raise Vanished(
                     "the block before this one went from the store while it was saved",
                     "save again",
                 )
@@ -133,7 +107,7 @@ class Index(Database):
                 big_endian(record.token_ids),
                 size,
                 codec,
-                _counter(db, "clock"),
+                counter(db, "clock"),
                 int(synced),
                 int(reachable),
             ),
@@ -150,14 +124,14 @@ class Index(Database):
         return set_reachable_below(db, name, False)
 
     def count_request(self, deepest: bytes | None, reused: int, computed: int) -> None:
-        """Note one request; recency of a whole chain is that of its deepest block."""
+        """Note one request; the recency of a whole chain is that of its deepest block."""
 
         def write(db: sqlite3.Connection) -> None:
             add = {"clock": 1, "requests": 1, "reused_tokens": reused, "computed_tokens": computed}
             for key, amount in add.items():
                 db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, key))
-            clock = _counter(db, "clock")
-            db.execute("UPDATE blocks SET used = ? WHERE name = ?", (clock, deepest))
+            sql = "UPDATE blocks SET used = ?, hits = hits + 1 WHERE name = ?"
+            db.execute(sql, (counter(db, "clock"), deepest))
 
         self.note(write)
 
@@ -207,7 +181,7 @@ def _row(found: tuple) -> Row:
     return Row(name, start, tokens, size, bool(synced), bool(reachable), lost)
 
 
-def _counter(db: sqlite3.Connection, name: str) -> int:
+def counter(db: sqlite3.Connection, name: str) -> int:
     found = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
     if found is None or type(found[0]) is not int:
         raise sqlite3.DatabaseError(f"the counter {name} is missing")

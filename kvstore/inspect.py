@@ -28,7 +28,7 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
         "session": record.name,
         "path": str(path),
         "revision": record.revision,
-        "pinned": record.pinned,
+        "pinned": store.place.pin(path).exists(),
         "tokens": len(record.token_ids),
         "block_size": record.block_size,
         "blocks": blocks,
@@ -44,30 +44,26 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
     }
 
 
+def find_pinnable(store: Store, tenant_id: str, text: str) -> str | bytes:
+    """A session's name, or the name of the block that begins with `text`. Raises `NotFound`."""
+    try:
+        store.sessions.require(tenant_id, text)
+    except NotFound:
+        return find_block(store, text)[0]
+    return text
+
+
 def describe_block(store: Store, prefix: str) -> dict[str, Any]:
     """A block by (a unique beginning of) its name. Raises `NotFound`, or `UsageError` if not one."""
-    if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
-        raise NotFound(
-            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
-        )
-    low = bytes.fromhex(prefix.ljust(64, "0"))
-    high = bytes.fromhex(prefix.ljust(64, "f"))
-    rows = store.index.query(
-        "SELECT name, lost, reachable FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2", [low, high]
-    )
-    if not rows:
-        raise NotFound(
-            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
-        )
-    if len(rows) > 1:
-        raise UsageError(f"several blocks begin with {prefix}", "give more of the name")
-    name, lost, reachable = rows[0]
+    name, lost, reachable, hits = find_block(store, prefix)
     path = store.place.block(name)
     found: dict[str, Any] = {
         "block": name.hex(),
         "path": str(path),
         "lost": lost,
         "reachable": bool(reachable),
+        "hits": hits,
+        "pinned": store.place.pin_of_block(name).exists(),
     }
     try:
         buffer = files.read_whole(path)
@@ -87,3 +83,25 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
         "identity": parse_identity(block.record.identity),
         "token_ids": block.record.token_ids.tolist(),
     }
+
+
+def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int]:
+    """(name, lost, reachable, hits) of the one block whose name begins with `prefix`."""
+    if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
+        raise NotFound(
+            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
+        )
+    low = bytes.fromhex(prefix.ljust(64, "0"))
+    high = bytes.fromhex(prefix.ljust(64, "f"))
+    rows = store.index.query(
+        "SELECT name, lost, reachable, hits FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2",
+        [low, high],
+    )
+    if not rows:
+        raise NotFound(
+            f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
+        )
+    if len(rows) > 1:
+        raise UsageError(f"several blocks begin with {prefix}", "give more of the name")
+    name, lost, reachable, hits = rows[0]
+    return name, lost, reachable, hits

@@ -7,7 +7,6 @@ reading checks every block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from kvsnap.formats.identity import Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.kvstore.blocks import Blocks, Wanted
+from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.index import big_endian
 
 
@@ -59,22 +59,6 @@ def longest_prefix(
             common = min(len(sibling.token_ids), limit - tokens)
             return Match(tokens + common, (*wanted, sibling))
     return Match(tokens, tuple(wanted))
-
-
-def gallop(holds: Callable[[int], bool], count: int) -> int:
-    """The first number in 0..count that does not hold, of a predicate that never comes back."""
-    low, step = 0, 1
-    while low + step <= count and holds(low + step - 1):
-        low += step
-        step *= 2
-    high = min(low + step - 1, count)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _best_sibling(

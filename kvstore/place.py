@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -41,6 +42,10 @@ class Place:
         return self.root / "tmp"
 
     @property
+    def pins(self) -> Path:
+        return self.root / "pins"
+
+    @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
 
@@ -55,6 +60,13 @@ class Place:
     def block(self, name: bytes) -> Path:
         text = name.hex()
         return self.blocks / text[:2] / f"{text}.safetensors"
+
+    def pin(self, path: Path) -> Path:
+        """Where the pin of a session's file stands: under the same name below pins/."""
+        return self.pins / path.parent.name / path.name
+
+    def pin_of_block(self, name: bytes) -> Path:
+        return self.pins / "blocks" / f"{name.hex()}.safetensors"
 
     def writable(self) -> bool:
         """Whether files can be made in the store, or the store itself where it does not exist."""
@@ -97,6 +109,8 @@ class Settings:
 
     block_size: int = DEFAULT_BLOCK_SIZE
     created: int = 0
+    capacity: str | int | None = None
+    min_free: str | int | None = None
     problem: str = ""
 
 
@@ -124,7 +138,7 @@ def read_settings(place: Place) -> Settings:
         )
     if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
         return Settings(problem=f"{place.settings} is damaged; the defaults are used")
-    return Settings(block_size, created)
+    return Settings(block_size, created, settings.get("capacity"), settings.get("min_free"))
 
 
 def write_settings(place: Place) -> None:
@@ -136,6 +150,10 @@ def write_settings(place: Place) -> None:
         place.set_aside(place.settings, settings.problem)
     elif settings.created:
         return
+    # Once in a store's life, and before kvsnap.json says that it is done: a session that was
+    # reported saved must not lose the store around it.
+    with files.store_errors(place.root):
+        files.sync_upwards(place.root)
     _replace_settings(
         place,
         {"block_size": place.block_size, "created": int(time.time()), "format": FORMAT_VERSION},
@@ -152,8 +170,13 @@ def change_settings(place: Place, key: str, value: Any) -> None:
 
 def _replace_settings(place: Place, record: dict[str, Any]) -> None:
     text = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
-    temporary = files.write_temporary(place.temporary, Packed((text,), len(text), ""))
-    with files.store_errors(place.settings):
-        temporary.replace(place.settings)
-    # Once in a store's life: a session that was reported saved must not lose the store around it.
-    files.sync_all([place.settings, place.root, place.root.parent])
+    temporary = place.temporary / f"{secrets.token_hex(8)}.{secrets.token_hex(8)}.part"
+    files.write_file(temporary, Packed((text,), len(text), ""))
+    try:
+        files.sync_all([temporary])
+        with files.store_errors(place.settings):
+            temporary.replace(place.settings)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    files.sync_all([place.root])

@@ -18,11 +18,11 @@ from kvsnap.formats.errors import (
     EngineError,
     IndexDamaged,
     NotFound,
-    ParentMissing,
     SessionMoved,
     StoreError,
     Unsupported,
     UsageError,
+    Vanished,
 )
 from kvsnap.formats.identity import EXACT, differences, root_of
 from kvsnap.formats.layout import Rows
@@ -31,10 +31,13 @@ from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.match import Match, chain, gallop, longest_prefix
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.match import Match, chain, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.restore import read_blocks
-from kvsnap.kvstore.sessions import Version, no_session
+from kvsnap.kvstore.session_file import no_session
+from kvsnap.kvstore.sessions import Version
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
 
@@ -73,9 +76,10 @@ class Session:
         self.tenant = tenant
         self._asked: TokenIds | None = None
         self._written = _Written()
-        self._problems: list[str]
-        self.stored = self._load()
-        self._version: Version = self._stored_version()
+        self._problems: list[str] = []
+        self.stored: SessionFile | None = None
+        self._version: Version = (0, "")
+        self._load()
 
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""
@@ -114,25 +118,11 @@ class Session:
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         damage: list[str] = self._problems[:]
-        reused = held
-        while True:
-            match, tail = self._best(ids, limit, damage)
-            if max(match.tokens, tail) <= held:
-                break
-            landing, filled, missed = self._fill(match, tail, held)
-            if missed is not None:
-                damage.append(missed)
-                continue
-            try:
-                self.engine.load(landing, ids[:filled])
-                reused = filled
-            except EngineError as error:
-                damage.append(error.what)
-                reused = common_prefix(self.engine.token_ids(), ids)
-            break
-        whole = ids[: reused // self.store.block_size * self.store.block_size]
-        names = chain_names(self.root.key, whole, self.store.block_size)
-        self.store.index.count_request(names[-1] if names else None, reused, len(ids) - reused)
+        with self.store.holds.lease() as lease:
+            reused = self._restore(ids, limit, held, damage, lease)
+            whole = ids[: reused // self.store.block_size * self.store.block_size]
+            names = chain_names(self.root.key, whole, self.store.block_size)
+            self.store.index.count_request(names[-1] if names else None, reused, len(ids) - reused)
         return ResumeReport(
             prompt_tokens=len(ids),
             reused_tokens=reused,
@@ -141,25 +131,53 @@ class Session:
             damage=tuple(damage),
         )
 
+    def _restore(
+        self, ids: TokenIds, limit: int, held: int, damage: list[str], lease: Lease
+    ) -> int:
+        """Load what is stored beyond the `held` tokens; how many the engine holds afterwards."""
+        while True:
+            match, tail = self._best(ids, limit, damage)
+            if max(match.tokens, tail) <= held:
+                return held
+            if match.blocks:
+                lease.keep(match.blocks[-1].name, wait=False)
+            landing, filled, missed = self._fill(match, tail, held)
+            if missed is not None:
+                damage.append(missed)
+                continue
+            try:
+                self.engine.load(landing, ids[:filled])
+            except EngineError as error:
+                damage.append(error.what)
+                return common_prefix(self.engine.token_ids(), ids)
+            return filled
+
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
 
         Called between batches of a long prefill it makes an interruption cost one batch.
         """
-        _try_again(self._put_filled)
 
-    def _put_filled(self, *, check_all: bool = False) -> list[bytes]:
-        """Names of the filled blocks, all stored now; `check_all` looks at the files of those that
-        the index has, too."""
+        def put() -> None:
+            with self.store.holds.lease() as lease:
+                self._put_filled(lease)
+
+        _try_again(put)
+
+    def _put_filled(self, lease: Lease, *, check_all: bool = False) -> list[bytes]:
+        """Names of the filled blocks, all stored and leased now; `check_all` looks at the files of
+        those that the index has, too."""
         ids, size = self.engine.token_ids(), self.store.block_size
         wanted = chain(chain_names(self.root.key, ids, size), ids, size)
-        known = 0
-        if not check_all:
-            reachable = self.store.index.is_reachable
-            known = gallop(lambda number: reachable(wanted[number].name), len(wanted))
-        missing = [w for w in wanted[known:] if not self.store.blocks.has(w.name)]
+        reachable = self.store.index.is_reachable
+        known = gallop(lambda number: reachable(wanted[number].name), len(wanted))
+        if known and not lease.keep(wanted[known - 1].name):
+            raise Vanished("a block was evicted before it could be leased", "save again")
+        missing = [
+            w for w in wanted[0 if check_all else known :] if not self.store.blocks.has(w.name)
+        ]
         for first in range(0, len(missing), SLAB_BLOCKS):
-            self._put(missing[first : first + SLAB_BLOCKS])
+            self._put(missing[first : first + SLAB_BLOCKS], lease)
         return [w.name for w in wanted]
 
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
@@ -169,11 +187,16 @@ class Session:
         then on) where somebody saved it meanwhile, `StoreError`s where the disk does not take it:
         blocks written until then are kept and found by the next save.
         """
-        return _try_again(lambda: self._save(notes, pinned))
 
-    def _save(self, notes: Mapping[str, Any] | None, pinned: bool) -> SaveReport:
+        def save() -> SaveReport:
+            with self.store.holds.lease() as lease:
+                return self._save(notes, pinned, lease)
+
+        return _try_again(save)
+
+    def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
         self._refuse_another_conversation()
-        names = self._put_filled(check_all=True)
+        names = self._put_filled(lease, check_all=True)
         ids = self.engine.token_ids()
         size = self.store.block_size
         self.store.sync(names, self._written.names)
@@ -190,23 +213,22 @@ class Session:
                 revision=self._version[0],
                 token_ids=ids,
                 chain=tuple(names),
-                pinned=pinned or (self.stored is not None and self.stored.record.pinned),
                 notes=dict(notes or {}),
             )
             try:
-                self._version = self.store.sessions.save(
-                    record, self.codec, self.layout, tail, self._version
+                # What was written, not what stands there by now: another process may have saved
+                # after us, and its version must not pass for ours.
+                self._hold(
+                    self.store.sessions.save(record, self.codec, self.layout, tail, self._version)
                 )
                 self.store.sessions.sync(record)
             except SessionMoved as error:  # goes on as that: not one more session a save
                 moved = error
                 self.name = moved.stored_as
+                self._hold(moved.stored)
+            if pinned:
+                self.store.pins.pin_session(self.tenant_id, self.name)
             self.engine.holder = (self.tenant_id, self.name)
-            self.stored = self._load()  # its tail and its pin are this session's from now on
-            if moved is not None:
-                self._version = self._stored_version()
-            # Else it is what was written: by now another process may have saved after us, and
-            # its version must not pass for ours.
         self.store.index.write_notes()
         written, self._written = self._written, _Written()
         report = SaveReport(
@@ -248,21 +270,20 @@ class Session:
                 "resume the session before it is saved, or use an engine for each",
             )
 
-    def _stored_version(self) -> Version:
-        found = self.stored
-        return (found.record.revision, found.file_digest) if found is not None else (0, "")
+    def _hold(self, stored: SessionFile) -> None:
+        """This is the session's file from now on: its tail to restore, its version to go on from."""
+        self.stored, self._problems = stored, []
+        self._version = (stored.record.revision, stored.file_digest)
 
-    def _load(self) -> SessionFile | None:
-        self._problems = []
+    def _load(self) -> None:
         if self.name is None:
-            return None
+            return
         try:
-            return self.store.sessions.load(self.tenant_id, self.name)
+            self._hold(self.store.sessions.load(self.tenant_id, self.name))
         except NotFound:
-            return None
+            pass
         except (Damaged, StoreError) as error:
             self._problems.append(error.what)
-            return None
 
     def _best(self, ids: TokenIds, limit: int, damage: list[str]) -> tuple[Match, int]:
         """The longest stored prefix over blocks, and how far the session's own tail brings it."""
@@ -310,7 +331,7 @@ class Session:
         assert self.stored is not None
         return self.stored.record.tail_start
 
-    def _put(self, slab: Sequence[Wanted]) -> None:
+    def _put(self, slab: Sequence[Wanted], lease: Lease) -> None:
         start, stop = slab[0].start, slab[-1].start + self.store.block_size
         rows = self.engine.export(start, stop)
         for wanted in slab:
@@ -318,7 +339,7 @@ class Session:
             own = {
                 name: array[:, low : low + self.store.block_size] for name, array in rows.items()
             }
-            size = self.store.blocks.put(self.root, wanted, self.codec, self.layout, own)
+            size = self.store.blocks.put(self.root, wanted, self.codec, self.layout, own, lease)
             if size:
                 raw = sum(array.nbytes for array in own.values())
                 self._written.names[wanted.name] = (size, raw)
@@ -337,7 +358,7 @@ class Session:
 def _try_again(work: Callable[[], _Done]) -> _Done:
     """A damaged index is built anew by the next try; a block that went away is put again."""
     for _ in range(TRIES - 1):
-        with contextlib.suppress(IndexDamaged, ParentMissing):
+        with contextlib.suppress(IndexDamaged, Vanished):
             return work()
     return work()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -33,6 +34,7 @@ _NO_DAMAGE = {
 """What SQLite reports of its surroundings; all else (a missing table too) tells of its content."""
 _CREATING = threading.Lock()
 """To close a file lets go of the process's locks on it: no connection may be open by then."""
+_NO_ROOM = 2**20
 ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """A damaged schema makes error messages that Python's layer fails to decode."""
 
@@ -83,7 +85,9 @@ def sqlite_errors(path: Path) -> Iterator[None]:
     except ERRORS as error:
         if is_damage(error):
             raise IndexDamaged(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error
-        if "full" in str(error) or "disk I/O" in str(error):
+        # Shared memory that does not fit is an I/O error to SQLite, and so is a failing disk.
+        no_room = "disk I/O" in str(error) and shutil.disk_usage(path.parent).free < _NO_ROOM
+        if "full" in str(error) or no_room:
             raise StoreFull(
                 f"no space left for the store in {path.parent}",
                 "free some space or point --store elsewhere; what was stored before is kept",
@@ -91,3 +95,17 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         if "readonly" in str(error) or "unable to open" in str(error):
             raise read_only(path.parent, str(error)) from error
         raise StoreError(f"the index {path} cannot be used: {error}", _TRY_AGAIN) from error
+
+
+def statements(script: str) -> list[str]:
+    """The statements of a script; those inside a trigger stay together."""
+    parts, whole = script.split(";\n"), list[str]()
+    inside = False
+    for part in parts:
+        if inside:
+            whole[-1] += ";\n" + part
+            inside = not part.strip().startswith("END")
+        else:
+            whole.append(part)
+            inside = "TRIGGER" in part and "BEGIN" in part
+    return whole

@@ -1,18 +1,18 @@
-"""Numbers about a store: sizes, sharing, hits."""
+"""Numbers about a store: sizes, sharing, hits. Nothing here walks the blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-from kvsnap.kvstore import files
 from kvsnap.kvstore.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """`bytes` counts all files of blocks and sessions; `bytes_saved_by_sharing` is what the
-    sessions' chains would take more if none shared a block."""
+    """`bytes` counts what the budget counts: all files of blocks and sessions, unfinished ones and
+    quarantine. `bytes_saved_by_sharing`: what the chains of all sessions, and the stored chains
+    without one, would take more if none shared a block. `leased`: calls that hold blocks now."""
 
     blocks: int
     bytes: int
@@ -23,44 +23,57 @@ class Stats:
     codecs: dict[str, int]
     bytes_saved_by_sharing: int
     budget_bytes: int | None
+    budget_source: str
+    min_free_bytes: int
     unreachable: int
     requests: int
     reused_tokens: int
     computed_tokens: int
+    evicted_blocks: int
 
 
 def stats(store: Store) -> Stats:
-    """Blocks from the index, sessions from their files."""
-    sizes: dict[bytes, int] = {}
-    uses: Counter[bytes] = Counter()
-    count = pinned = session_bytes = 0
-    for listed in store.sessions.list():
-        count += 1
-        session_bytes += listed.size
-        if listed.session is not None:
-            pinned += listed.session.record.pinned
-            uses.update(listed.session.record.chain)
-    for name, times in uses.items():
-        if times > 1 and (size := files.file_size(store.place.block(name))):
-            sizes[name] = size * (times - 1)
+    """From the index's counts; only session files that it does not know yet are read."""
+    sessions = store.listing.refresh()
     query = store.index.query
-    totals = query(
-        "SELECT COUNT(*), COALESCE(SUM(bytes), 0), COUNT(DISTINCT root),"
-        " COALESCE(SUM(reachable = 0), 0) FROM blocks WHERE lost IS NULL"
-    )[0]
+    totals = query("SELECT root, codec, blocks, bytes FROM totals WHERE blocks > 0")
+    codecs: Counter[str] = Counter()
+    for _, codec, number, _ in totals:
+        codecs[codec] += number
+    holds = dict(query("SELECT kind, COUNT(*) FROM holds GROUP BY kind"))
     counters = dict(query("SELECT name, value FROM counters"))
+    unreachable = query("SELECT COUNT(*) FROM blocks WHERE reachable = 0 AND lost IS NULL")
     return Stats(
-        blocks=totals[0],
-        bytes=totals[1] + session_bytes,
-        sessions=count,
-        pinned=pinned,
-        leased=0,
-        models=totals[2],
-        codecs=dict(query("SELECT codec, COUNT(*) FROM blocks WHERE lost IS NULL GROUP BY codec")),
-        bytes_saved_by_sharing=sum(sizes.values()),
-        budget_bytes=None,
-        unreachable=totals[3],
+        blocks=codecs.total(),
+        bytes=store.space.used(),
+        sessions=len(sessions),
+        pinned=holds.get("pin", 0),
+        leased=holds.get("lease", 0),
+        models=len({root for root, *_ in totals}),
+        codecs=dict(codecs),
+        bytes_saved_by_sharing=_saved_by_sharing(store, [facts.last for *_, facts in sessions]),
+        budget_bytes=store.budget.capacity,
+        budget_source=store.budget.source,
+        min_free_bytes=store.budget.min_free,
+        unreachable=unreachable[0][0],
         requests=counters.get("requests", 0),
         reused_tokens=counters.get("reused_tokens", 0),
         computed_tokens=counters.get("computed_tokens", 0),
+        evicted_blocks=counters.get("evicted_blocks", 0),
     )
+
+
+def _saved_by_sharing(store: Store, last_blocks: list[str]) -> int:
+    """The sum over all chains minus what is stored.
+
+    The index keeps that sum over the leaves. Sessions are added whose chain is another's, or ends
+    before a leaf: each is a chain too, but the first that ends at a leaf is that leaf's.
+    """
+    query = store.index.query
+    chains = query("SELECT value FROM counters WHERE name = 'leaf_chain_bytes'")[0][0]
+    for last, times in Counter(filter(None, last_blocks)).items():
+        sql = "SELECT chain_bytes, children FROM blocks WHERE name = ?"
+        for size, children in query(sql, [bytes.fromhex(last)]):
+            chains += size * (times - (children == 0))
+    stored = query("SELECT COALESCE(SUM(bytes), 0) FROM totals")[0][0]
+    return max(0, int(chains - stored))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
-from kvsnap.formats.errors import Damaged, ParentMissing
+from kvsnap.formats.errors import Damaged, Vanished
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
+from kvsnap.kvstore.budget import budget
+from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.locks import Owner
+from kvsnap.kvstore.mounts import refuse_network_file_system
+from kvsnap.kvstore.pins import Pins, fill_pins
 from kvsnap.kvstore.place import Place, default_path, read_settings
 from kvsnap.kvstore.rebuild import fill_from_files
+from kvsnap.kvstore.session_list import SessionList, fill_sessions
 from kvsnap.kvstore.sessions import Sessions
+from kvsnap.kvstore.space import Space
 from kvsnap.kvstore.weights import FileDigests
 
 
@@ -22,23 +29,40 @@ class Store:
     """Open a store; nothing is created before something is written.
 
     `path` defaults to KVSNAP_STORE or the platform's user cache folder. Any number of threads and
-    processes may use one folder. Raises `StoreError` where the folder cannot be one and
+    processes may use one folder. `capacity` and `min_free` are sizes like "20GB" (see budget.py for
+    where else they may come from). Raises `StoreError` where the folder cannot be one and
     `Unsupported` for another format version.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        capacity: str | int | None = None,
+        min_free: str | int | None = None,
+    ) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
         settings = read_settings(place)
+        refuse_network_file_system(place.root)
+        stored = (settings.capacity, settings.min_free)
+        self.budget = budget(place.root, stored, capacity, min_free)
         self.problem = settings.problem
+        self.progress: Callable[[int, int], None] = lambda done, total: None
+        """Called with (files done, files) while the index is built anew."""
         self.index = Index(place.index, self._fill)
         self.block_size = settings.block_size
         self.place = place
-        if not settings.created and place.blocks.exists():
+        if not settings.created and files.is_folder(place.blocks):
             self.block_size = self._block_size_in_use() or settings.block_size
         self.place = Place(place.root, self.block_size)
-        self.blocks = Blocks(self.place, self.index)
-        self.sessions = Sessions(self.place, self.index)
+        self.owner = Owner(self.place.temporary)
+        self.holds = Holds(self.index, self.owner)
+        self.space = Space(self.place, self.index, self.holds, self.budget)
+        self.blocks = Blocks(self.place, self.index, self.space)
+        self.sessions = Sessions(self.place, self.index, self.space)
+        self.pins = Pins(self.place, self.index, self.sessions, self.space)
+        self.listing = SessionList(self.place, self.index)
         self.file_digest = FileDigests(self.index)
 
     @property
@@ -55,11 +79,11 @@ class Store:
         rows = {name: self.index.find(name) for name in names}
         for name, row in rows.items():
             if row is None or not row.reachable or self._size(name) != row.bytes:
-                raise ParentMissing("a block was removed while its session was saved", "save again")
+                raise Vanished("a block was removed while its session was saved", "save again")
         due = [name for name, row in rows.items() if row is not None and not row.synced]
         failed = files.sync(self.place.block(name) for name in due)
         if any(isinstance(error.__cause__, FileNotFoundError) for error in failed.values()):
-            raise ParentMissing("a block was removed while its session was saved", "save again")
+            raise Vanished("a block was removed while its session was saved", "save again")
         if failed:
             for name in due:
                 if name in own and self.place.block(name) in failed:
@@ -76,6 +100,7 @@ class Store:
     def close(self) -> None:
         self.index.write_notes()
         self.index.close()
+        self.owner.release()
 
     def __enter__(self) -> Self:
         return self
@@ -97,4 +122,6 @@ class Store:
         return None
 
     def _fill(self, db: sqlite3.Connection) -> None:
-        fill_from_files(self.place, db)
+        fill_from_files(self.place, db, self.progress)
+        fill_sessions(self.place, db)
+        fill_pins(self.place, db)

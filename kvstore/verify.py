@@ -22,7 +22,7 @@ from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
 from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.rebuild import block_paths
-from kvsnap.kvstore.sessions import read_session
+from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
 
 

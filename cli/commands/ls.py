@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -17,26 +18,7 @@ from kvsnap.formats.tenant import NO_TENANT_ID
 def command(app: App) -> None:
     """List the sessions, the one saved last first."""
     with app.store() as store:
-        listed = list(store.sessions.list())
-        rows = []
-        for entry in listed:
-            record = entry.session.record if entry.session else None
-            rows.append(
-                {
-                    "session": record.name if record else None,
-                    "tenant": entry.path.parent.name,
-                    "tokens": len(record.token_ids) if record else None,
-                    "blocks": len(record.chain) if record else None,
-                    "model": str(record.notes.get("model", "")) if record else None,
-                    "kind": str(record.notes.get("kind", "")) if record else None,
-                    "revision": record.revision if record else None,
-                    "pinned": record.pinned if record else False,
-                    "bytes": entry.size,
-                    "saved": int(entry.path.stat().st_mtime),
-                    "file": str(entry.path),
-                    "problem": entry.problem or None,
-                }
-            )
+        rows = [_row(entry) for entry in store.listing]
     rows.sort(key=lambda row: row["saved"], reverse=True)
     if app.out.as_json:
         app.out.json(rows)
@@ -50,15 +32,46 @@ def command(app: App) -> None:
             [
                 _name(row),
                 str(row["tokens"] if row["tokens"] is not None else "-"),
-                str(row["blocks"] if row["blocks"] is not None else "-"),
+                _blocks(row),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"])),
-                str(row["model"] or row["problem"] or ""),
+                str(row["model"] or row["problem"] or "") + (", pinned" if row["pinned"] else ""),
             ]
             for row in rows
         ],
     )
     total = sum(row["bytes"] for row in rows)
     app.out.say(f"{units.count(len(rows), 'session')}, {units.size(total)} besides the blocks")
+
+
+def _row(entry: Any) -> dict[str, Any]:
+    facts = entry.facts
+    there = not facts.problem
+    until = entry.pinned_until
+    return {
+        "session": facts.name,
+        "tenant": entry.path.parent.name,
+        "tokens": facts.tokens if there else None,
+        "blocks": facts.blocks if there else None,
+        "stored_blocks": entry.stored_blocks if there else None,
+        "model": facts.model if there else None,
+        "kind": facts.kind if there else None,
+        "revision": facts.revision if there else None,
+        "pinned": until is not None,
+        "pinned_until": int(until) if until is not None and math.isfinite(until) else None,
+        "bytes": entry.bytes,
+        "saved": entry.saved,
+        "file": str(entry.path),
+        "problem": facts.problem or None,
+    }
+
+
+def _blocks(row: dict[str, Any]) -> str:
+    """All of them, or how many are left after eviction."""
+    if row["blocks"] is None:
+        return "-"
+    if row["stored_blocks"] < row["blocks"]:
+        return f"{row['stored_blocks']}/{row['blocks']}"
+    return str(row["blocks"])
 
 
 def _name(row: dict[str, Any]) -> str:

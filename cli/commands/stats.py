@@ -29,10 +29,16 @@ def command(app: App) -> None:
         ("blocks", f"{found.blocks} ({codecs})" if codecs else "0"),
         ("unreachable", str(found.unreachable)) if found.unreachable else ("", ""),
         ("size", units.size(found.bytes)),
+        ("capacity", f"{_capacity(found.budget_bytes)} ({found.budget_source})"),
         ("saved by sharing", units.size(found.bytes_saved_by_sharing)),
         ("sessions", f"{found.sessions} ({found.pinned} pinned)"),
         ("models", str(found.models)),
+        ("evicted", units.count(found.evicted_blocks, "block")),
         ("prompt tokens", f"{prompt_tokens}, {found.reused_tokens} of them reused{share}"),
     ]:
         if label:
             app.out.text(f"{label:18}{value}")
+
+
+def _capacity(size: int | None) -> str:
+    return "unlimited" if size is None else units.size(size)

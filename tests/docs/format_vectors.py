@@ -18,6 +18,7 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed, parse
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Group, Layout, Plane
+from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.session_name import session_file_name
 from kvsnap.formats.tenant import Tenant
@@ -80,6 +81,10 @@ def session() -> Packed:
     return pack_session(record, get_codec("raw"), LAYOUT, rows(8, 1))
 
 
+def pin() -> Packed:
+    return pack_pin(PinRecord(SESSION, "default", "support"))
+
+
 def joined(packed: Packed) -> bytes:
     return b"".join(bytes(buffer) for buffer in packed.buffers)
 
@@ -116,6 +121,7 @@ def vectors() -> dict[str, str]:
             content=zstd.metadata["content"],
         ),
         "session": _lines(**{key: saved[key] for key in ("notes", "content", "talk", "file")}),
+        "pin": _dump(joined(pin())),
         "session-names": "".join(
             f"{name if len(name) < 99 else '201 times x':12} {session_file_name(name)}\n"
             for name in SESSION_NAMES

@@ -109,8 +109,8 @@ def test_an_extra_is_two_length_prefixed_strings():
     assert table["record"] == record.hex()
 
 
-def _dumped() -> bytes:
-    return b"".join(bytes.fromhex(line[6:77].strip()) for line in BLOCKS["block"].splitlines())
+def _dumped(name: str) -> bytes:
+    return b"".join(bytes.fromhex(line[6:77].strip()) for line in BLOCKS[name].splitlines())
 
 
 def test_the_dumped_block_file_follows_from_the_specification():
@@ -127,12 +127,12 @@ def test_the_dumped_block_file_follows_from_the_specification():
         ("full.k", "F16", [1, 4, 1, 2], rows[:16]),
         ("full.v", "F16", [1, 4, 1, 2], rows[16:]),
     ]
-    assert _dumped() == _file(metadata, tensors)
+    assert _dumped("block") == _file(metadata, tensors)
 
 
 def test_the_safetensors_library_opens_the_dumped_file(tmp_path):
     path = tmp_path / "block.safetensors"
-    path.write_bytes(_dumped())
+    path.write_bytes(_dumped("block"))
     with safetensors.safe_open(path, framework="np") as file:
         assert file.metadata()["name"] == NAMES[0].hex()
         assert file.get_tensor("token_ids").tolist() == IDS[:4]
@@ -153,7 +153,6 @@ def test_the_session_file_follows_from_the_specification():
         "fidelity": "exact",
         "kind": "session",
         "name": "support",
-        "pinned": "0",
         "revision": "1",
         "root_id": ROOT_ID,
         "tenant_id": "default",
@@ -179,6 +178,18 @@ def test_the_session_file_follows_from_the_specification():
         ("full.v", "F16", [1, 1, 1, 2], rows[4:]),
     ]
     assert f'"file":"{table["file"]}"'.encode() in _file(metadata, tensors)
+
+
+def test_the_pin_file_follows_from_the_specification():
+    metadata = {
+        "kind": "pin",
+        "kvsnap": "0",
+        "name": "support",
+        "tenant_id": "default",
+        "until": "0",
+        "what": "session",
+    }
+    assert _dumped("pin") == _file(metadata, [])
 
 
 def test_session_file_names_escape_as_the_page_says():

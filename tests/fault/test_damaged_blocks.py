@@ -263,7 +263,7 @@ def test_a_verdict_that_cannot_be_written_down_still_ends_the_reuse(
     ((name,),) = store.index.query(f"SELECT name FROM blocks WHERE start = {number * 16}")
     flip(store.place.block(name), -1)
 
-    def refuse() -> None:
+    def refuse(**_: object) -> None:
         raise StoreReadOnly("read-only")
 
     monkeypatch.setattr(store.index, "transaction", refuse)

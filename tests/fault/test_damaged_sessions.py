@@ -139,11 +139,11 @@ def test_verify_finds_it_and_a_save_mends_it(open_store: Opener, kind: str) -> N
 def test_a_listing_shows_the_others_and_says_what_is_wrong(open_store: Opener, kind: str) -> None:
     DAMAGE[kind](saved(open_store))
     turn(open_store(), StampedEngine(), IDS[:5], "other")
-    listed = list(open_store().sessions.list())
+    listed = list(open_store().listing)
     assert len(listed) == 2
-    damaged = [item for item in listed if item.session is None]
+    damaged = [item for item in listed if item.facts.name is None]
     assert len(damaged) == (kind in MORE)
-    assert all(item.problem for item in damaged)
+    assert all(item.facts.problem for item in damaged)
 
 
 def test_a_session_file_under_another_name_is_not_that_session(open_store: Opener) -> None:

@@ -74,7 +74,7 @@ def test_opening_and_looking_create_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         engine = StampedEngine()
         turn(store, engine, some_ids(40), "chat", save=False)
-        assert list(store.sessions.list()) == []
+        assert list(store.listing) == []
         assert verify_store(store, progress=lambda done, total: None).checked == 0
     assert not (tmp_path / "store").exists()
     assert engine.evaluated == 40

@@ -23,7 +23,7 @@ IDS = some_ids(70)
 
 
 def files(path: Path) -> set[str]:
-    found = [*path.glob("blocks/*/*"), *path.glob("sessions/*/*"), *path.glob("tmp/*")]
+    found = [*path.glob("blocks/*/*"), *path.glob("sessions/*/*"), *path.glob("tmp/*.part")]
     return {str(file.relative_to(path)) for file in found}
 
 
@@ -42,7 +42,7 @@ def assert_saved(open_store: Opener, tokens: int, blocks: int) -> None:
     report = verify_store(open_store(), progress=lambda done, total: None)
     assert (report.bad, report.unreachable) == ([], [])
     assert len(list(open_store().place.blocks.glob("*/*"))) == blocks
-    assert not list(open_store().place.temporary.glob("*"))
+    assert not list(open_store().place.temporary.glob("*.part"))
 
 
 FAULTS = [
@@ -70,7 +70,7 @@ def test_a_first_save_that_fails_says_so_and_a_retry_mends_it(
     assert met
     assert told.value.what
     assert told.value.hint
-    assert not list(open_store().place.temporary.glob("*"))
+    assert not list(open_store().place.temporary.glob("*.part"))
     assert not list(open_store().place.sessions.glob("*/*"))
     saved = session.save()
     assert (saved.revision, saved.blocks) == (1, 4)
@@ -147,7 +147,7 @@ def test_a_sync_that_fails_is_told_and_the_session_is_not_called_saved(
     assert open_store().sessions.load("default", "chat").record.token_ids.tolist() == (
         IDS[:45].tolist()
     )
-    assert {item.path.name for item in open_store().sessions.list()} == {"chat.safetensors"}
+    assert {item.path.name for item in open_store().listing} == {"chat.safetensors"}
     assert_saved(open_store, 45, 2)
 
 
@@ -187,7 +187,7 @@ def test_a_store_that_cannot_be_counted_in_is_good_to_read_from(
     turn(open_store(), StampedEngine(), IDS[:64], "chat")
     store, engine = open_store(), StampedEngine()
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise StoreFull("no space left")
 
     monkeypatch.setattr(store.index, "transaction", refuse)

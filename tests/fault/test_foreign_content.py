@@ -115,7 +115,7 @@ def test_a_pickle_anywhere_in_the_store_is_never_loaded(
         store = open_store()
         turn(store, engine, IDS, name)
         engine.check_rows()
-        list(store.sessions.list())
+        list(store.listing)
         verify_store(store, progress=lambda done, total: None)
     assert not (tmp_path / "canary").exists()
 
@@ -137,7 +137,7 @@ def test_nothing_outside_the_store_is_changed_through_links_in_it(
     store = open_store()
     turn(store, engine, IDS, "chat")
     verify_store(store, progress=lambda done, total: None)
-    list(store.sessions.list())
+    list(store.listing)
     assert engine.positions == [64]
     assert [p.name for p in outside.iterdir()] == ["mine"]
     assert (outside / "mine").read_text() == "mine"

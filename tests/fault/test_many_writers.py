@@ -38,7 +38,7 @@ def assert_whole(open_store: Opener, blocks: int) -> None:
     report = verify_store(store, progress=lambda done, total: None)
     assert (report.bad, report.unreachable) == ([], [])
     assert len(list(store.place.blocks.glob("*/*"))) == blocks
-    assert not list(store.place.temporary.glob("*"))
+    assert not list(store.place.temporary.glob("*.part"))
     assert not list(store.place.quarantine.glob("*"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,5 +47,6 @@ def test_an_error_carries_what_went_wrong_and_what_to_do() -> None:
     error = errors.Damaged("it broke", "mend it")
     assert (str(error), error.what, error.hint) == ("it broke", "it broke", "mend it")
     assert errors.Damaged("it broke").hint == ""
-    moved = errors.SessionMoved("a@2", "a moved", "look at a@2")
+    stored = SimpleNamespace(record=SimpleNamespace(name="a@2"))
+    moved = errors.SessionMoved(stored, "a moved", "look at a@2")  # type: ignore[arg-type]
     assert (moved.stored_as, moved.what, moved.hint) == ("a@2", "a moved", "look at a@2")

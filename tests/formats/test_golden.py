@@ -15,6 +15,7 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.identity import layout_of, root_of
 from kvsnap.formats.names import block_name, chain_names, token_array
+from kvsnap.formats.pin import PinRecord, pack_pin, parse_pin
 from kvsnap.formats.session import SessionFile, pack_session, parse_session
 from kvsnap.formats.tenant import Tenant
 
@@ -24,15 +25,16 @@ IDS = [(n * n * 40503 + 7) % 2**32 for n in range(37)]
 FILE = {
     "block-raw": "9d377d062ecf7c9bd47f1200f3715f59378a6a2d70fe4186b4a2cc6d39b51524",
     "block-zstd": "1faa3e5a660e525b74be02c2555819f65890974ef226d61c593c7d68d02fe7a8",
-    "session-raw": "76e59879822abd8ff6840cbfc13457e0b52b46bb19d2a43d33913d045c7c6665",
-    "session-zstd": "46f13aaa7642d53928a794d11e85f10bdb64d53f5ba90f6e5e1a6b21cc3002e1",
+    "session-raw": "631cbad36dade87d2e11258eb298956f1bbd6a0f70357d167b692c25a73fe1a0",
+    "session-zstd": "69348929f30b7ba7b6097820bb7e9d3121bbaa765e7e2026fa8dc1ba73947c3a",
+    "pin": "00f35d1eb8489b4ea1af2138081dcae3971e06ad664ccce705f2974dbcf805ce",
 }
 ROOT_ID = "637da155bb58cdf2165223117b4a67abb950fd2339c8f9a1f357f161ed7daceb"
 PARENT = "12fca2ae64c5ad5f9d2fb18c208205e201a818b486bc77845cff26b697959c46"
 NAME = "03612d78503d18cad8e39907436b7d0ed9ec92e1d1c9c309b4987b37e8bb9bd2"
 BLOCK_CONTENT = "e6e9b8f13adc8cbfcb91d405659df0e13bc9436b07009502a11c3667e0fa64dd"
-SESSION_CONTENT = "0f664f2c888cb9a5dcff9294631ec881f43b0b46970a8ee2f119c44251db4798"
-TALK = "2e6a2d52f1108b8b9a662fff25f76124295af501f38a107130a8f3dfcfa46fef"
+SESSION_CONTENT = "c8c77efbf3d502106b794b745a531a8a8f723b5b8002acc4961b431e01a1a953"
+TALK = "d780ac97b4304898a4eb18c66b6760c69b51acc32a727e4d7ddb99ff67b36b75"
 TENANT_ID = "2f37fbab93f0d1ad23e06fdd6813056a600eb8f5811517df784563650779728f"
 BLOCK_ROWS = "0d7a59343191bd91822232e202ae8b9342f928f0871295d6a1de083b9e6a38ef"
 TAIL_ROWS = "784ab038c4dd5c078ac2b4741bc4de8e1369e8da2c7cbb55d3614ebec460b288"
@@ -94,11 +96,17 @@ def test_the_session_says_what_was_recorded(codec: str) -> None:
     assert (found.content, found.talk) == (SESSION_CONTENT, TALK)
     record = found.record
     assert [name.hex() for name in record.chain] == [PARENT, NAME]
-    assert (record.name, record.revision, record.pinned) == ("Alice/42", 7, True)
+    assert (record.name, record.revision) == ("Alice/42", 7)
     assert (record.tenant_id, record.root_id) == (TENANT_ID, ROOT_ID)
     assert record.block_size == 16
     assert record.token_ids.tolist() == IDS
     assert record.notes == {"messages": [{"role": "user", "content": "Grüße"}]}
+
+
+def test_the_pin_says_what_was_recorded() -> None:
+    record = parse_pin(read("pin"))
+    assert record == PinRecord("session", TENANT_ID, "Alice/42", 1_900_000_000)
+    assert bytes(pack_pin(record).buffers[0]) == read("pin")
 
 
 def test_root_and_names_still_follow_from_what_is_in_the_files() -> None:

@@ -67,7 +67,6 @@ def test_equal_sessions_give_equal_bytes(
         {"tenant_id": "00" * 32},
         {"root_id": "00" * 32},
         {"revision": 4},
-        {"pinned": True},
     ],
     ids=lambda change: next(iter(change)),
 )

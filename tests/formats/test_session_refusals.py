@@ -107,7 +107,6 @@ def test_a_block_size_that_does_not_fit_the_chain_is_damaged(
         {"identity": "{}"},
         {"revision": "4"},
         {"block_size": "5"},  # two blocks for ten ids, as before
-        {"pinned": "1"},
         {"notes": "{}"},
     ],
     ids=lambda changed: next(iter(changed)),
@@ -132,7 +131,7 @@ def test_deeply_nested_notes_are_no_crash(file: bytes, resign: Bytes, depth: int
 
 
 @pytest.mark.parametrize(
-    "missing", ["block_size", "name", "notes", "pinned", "revision", "talk", "tenant_id", "content"]
+    "missing", ["block_size", "name", "notes", "revision", "talk", "tenant_id", "content"]
 )
 def test_a_missing_field_is_damaged_and_named(file: bytes, resign: Bytes, missing: str) -> None:
     error = refusal(resign(file, lambda header, _: header["__metadata__"].pop(missing)))

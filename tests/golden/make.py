@@ -16,6 +16,7 @@ from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane
 from kvsnap.formats.names import chain_names, token_array
+from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.tenant import Tenant
 
@@ -94,10 +95,13 @@ def session(codec: str) -> Packed:
         revision=7,
         token_ids=IDS,
         chain=tuple(chain_names(root.key, IDS, 16)),
-        pinned=True,
         notes={"messages": [{"role": "user", "content": "Grüße"}]},
     )
     return pack_session(record, get_codec(codec), LAYOUT, rows(32, 37))
+
+
+def pin() -> Packed:
+    return pack_pin(PinRecord(SESSION, TENANT.tenant_id, "Alice/42", 1_900_000_000))
 
 
 if __name__ == "__main__":
@@ -107,3 +111,5 @@ if __name__ == "__main__":
             path = folder / f"{kind}-{codec}.safetensors"
             path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
             print(path, packed.file_digest)
+    (folder / "pin.safetensors").write_bytes(b"".join(bytes(b) for b in pin().buffers))
+    print(folder / "pin.safetensors", pin().file_digest)

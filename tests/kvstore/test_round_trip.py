@@ -29,7 +29,7 @@ def stamps(path: Path) -> dict[str, tuple[int, int, int]]:
 def assert_clean(store: Store) -> None:
     report = verify_store(store, progress=lambda done, total: None)
     assert (report.bad, report.unreachable) == ([], [])
-    assert list(store.place.temporary.glob("*")) == []
+    assert list(store.place.temporary.glob("*.part")) == []
 
 
 @pytest.mark.parametrize("name", ["chat", None], ids=["session", "blocks-only"])

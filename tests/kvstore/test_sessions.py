@@ -43,7 +43,7 @@ def test_every_legal_name_is_a_session_of_its_own(open_store: Opener, store_path
     files = list((store_path / "sessions").rglob("*"))
     assert len([f for f in files if f.is_file()]) == len(NAMES)
     assert {f.parent.name for f in files if f.is_file()} == {"default"}
-    listed = {item.session.record.name for item in open_store().sessions.list() if item.session}
+    listed = {item.facts.name for item in open_store().listing}
     assert listed == set(NAMES)
 
 
@@ -105,7 +105,7 @@ def test_a_moved_session_goes_on_under_its_new_name(open_store: Opener) -> None:
     second.engine.evaluate(some_ids(5, seed=2))
     saved = second.save()
     assert (saved.session, saved.revision) == ("chat@2", 2)
-    listed = [item.session.record.name for item in open_store().sessions.list() if item.session]
+    listed = [item.facts.name for item in open_store().listing]
     assert sorted(listed) == ["chat", "chat@2"]
     assert Session(open_store(), StampedEngine(), "chat").stored_token_ids().tolist() == []
 
@@ -155,15 +155,6 @@ def test_a_session_removed_after_it_was_opened_is_stored_beside_or_anew(store: S
         name = moved.stored_as
     found = Session(store, StampedEngine(), name).stored_token_ids()
     assert found.tolist() == some_ids(33).tolist()
-
-
-def test_a_pin_stays_until_somebody_takes_it_away(open_store: Opener) -> None:
-    session = turn(open_store(), StampedEngine(), some_ids(20), "chat", save=False).session
-    session.save(pinned=True)
-    session.save()
-    assert open_store().sessions.load("default", "chat").record.pinned
-    turn(open_store(), StampedEngine(), some_ids(25), "chat")
-    assert open_store().sessions.load("default", "chat").record.pinned
 
 
 def test_notes_come_back_as_they_were_given(open_store: Opener) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvsnap.formats.errors import EngineError, SessionMoved, UsageError
+from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
@@ -84,14 +85,14 @@ def test_a_save_right_after_ours_is_not_taken_for_ours(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = turn(store, StampedEngine(), ALICE, "chat").session
-    real = mine._load
+    real = store.sessions.sync
 
-    def load_after_bob() -> object:
-        monkeypatch.setattr(mine, "_load", real)
+    def sync_and_let_bob_save(record: SessionRecord) -> None:
+        real(record)
+        monkeypatch.setattr(store.sessions, "sync", real)
         turn(store, StampedEngine(), BOB, "chat")
-        return real()
 
-    monkeypatch.setattr(mine, "_load", load_after_bob)
+    monkeypatch.setattr(store.sessions, "sync", sync_and_let_bob_save)
     mine.save()
     with pytest.raises(SessionMoved):
         mine.save()

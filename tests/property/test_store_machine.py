@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.damaged:
             report = verify_store(self.store, progress=lambda done, total: None)
             assert (report.bad, report.unreachable) == ([], [])
-        assert not list(self.folder.glob("tmp/*"))
+        assert not list(self.folder.glob("tmp/*.part"))
 
     def _evaluate(self, ids: list[int]) -> None:
         self.engine.evaluate(np.array(ids, np.uint32))

@@ -1,0 +1,170 @@
+"""Plan what goes, show it, apply it: `gc --dry-run` prints the very plan that `gc` applies.
+
+A plan is made without changing anything. Applying looks at each block again inside the transaction
+that deletes it: one that was used, pinned, leased or continued meanwhile stays.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvsnap.kvstore import files
+from kvsnap.kvstore.holds import Holds
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place
+from kvsnap.kvstore.policy import Above, Leaf, inherited, leaf_lru
+from kvsnap.kvstore.unfinished import Unfinished
+
+PAGE = 256
+"""Leaves fetched at once while planning."""
+BATCH = 16
+"""Blocks deleted in one transaction: others wait for that long, some milliseconds."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A block that may go. `used` is its time by then: if another one is met, it was used."""
+
+    number: int
+    name: bytes
+    bytes: int
+    used: int
+
+
+@dataclass
+class Plan:
+    """What goes, in this order. `short`: bytes that cannot be freed, because all else is held."""
+
+    unfinished: list[tuple[Path, int]] = field(default_factory=list)
+    quarantined: list[tuple[Path, int]] = field(default_factory=list)
+    blocks: list[Victim] = field(default_factory=list)
+    short: int = 0
+
+    @property
+    def bytes(self) -> int:
+        files_of = [size for _, size in (*self.unfinished, *self.quarantined)]
+        return sum(files_of) + sum(victim.bytes for victim in self.blocks)
+
+
+@dataclass
+class Freed:
+    """What really went."""
+
+    blocks: list[bytes] = field(default_factory=list)
+    bytes: int = 0
+
+
+class Eviction:
+    """Leaf-only LRU over the index of one store."""
+
+    def __init__(self, place: Place, index: Index, holds: Holds, unfinished: Unfinished) -> None:
+        self.place, self.index, self.holds, self.unfinished = place, index, holds, unfinished
+
+    def make_room(self, need: int) -> bool:
+        """Free about `need` bytes; False where nothing could go."""
+        with self.index.transaction() as db:
+            self.holds.end_dead(db)
+        self.unfinished.recount()
+        freed = self.apply(self.plan(need))
+        return bool(freed.bytes or freed.blocks)
+
+    def plan(self, need: int) -> Plan:
+        """What frees `need` bytes: dead writers' files in any case, then quarantine, then the least
+        recently used leaves."""
+        plan = Plan(unfinished=list(self.unfinished.over()))
+        need -= plan.bytes
+        for path, size, _ in sorted(files.sizes(self.place.quarantine), key=lambda found: found[2]):
+            if need <= 0:
+                return plan
+            plan.quarantined.append((path, size))
+            need -= size
+        tree = _IndexTree(self.index)
+        victims = leaf_lru(tree)
+        while need > 0:
+            number = next(victims, None)
+            if number is None:
+                plan.short = need
+                break
+            victim = tree.victims[number]
+            plan.blocks.append(victim)
+            need -= victim.bytes
+        return plan
+
+    def apply(
+        self, plan: Plan, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Freed:
+        """Delete what the plan says and still may go. A file that is gone already counts as done;
+        one that cannot be deleted stays."""
+        freed = Freed()
+        freed.bytes += self.unfinished.clean(plan.unfinished) if plan.unfinished else 0
+        for path, size in plan.quarantined:
+            freed.bytes += size if _unlink(path) else 0
+        for at in range(0, len(plan.blocks), BATCH):
+            with self.index.transaction() as db:
+                for victim in plan.blocks[at : at + BATCH]:
+                    self._evict(db, victim, freed)
+            progress(min(at + BATCH, len(plan.blocks)), len(plan.blocks))
+        return freed
+
+    def _evict(self, db: sqlite3.Connection, victim: Victim, freed: Freed) -> None:
+        """Unlink and delete inside the caller's transaction. A crash in between leaves a row
+        without a file, which is a miss."""
+        row = db.execute(
+            "SELECT bytes, lost FROM blocks WHERE id = ? AND name = ? AND used = ? AND children = 0"
+            " AND holds = 0",
+            (victim.number, victim.name, victim.used),
+        ).fetchone()
+        if row is None or not _unlink(self.place.block(victim.name)):
+            return
+        db.execute("DELETE FROM blocks WHERE id = ?", (victim.number,))
+        if row[1] is None:
+            db.execute("UPDATE counters SET value = value + 1 WHERE name = 'evicted_blocks'")
+            freed.blocks.append(victim.name)
+            freed.bytes += row[0]
+
+
+class _IndexTree:
+    """The index as a policy asks of it; `victims` remembers what was named."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.victims: dict[int, Victim] = {}
+
+    def leaves(self) -> Iterator[Leaf[int]]:
+        sql = (
+            "SELECT used, id, name, bytes, lost FROM blocks"
+            " WHERE children = 0 AND holds = 0 AND (used, id) > (?, ?) ORDER BY used, id LIMIT ?"
+        )
+        last = (-(2**62), 0)
+        while page := self.index.query(sql, [*last, PAGE]):
+            for used, number, name, size, lost in page:
+                self.victims[number] = Victim(number, name, 0 if lost else size, used)
+                yield Leaf(used, number, number)
+            last = page[-1][:2]
+
+    def above(self, block: int) -> Above[int] | None:
+        sql = (
+            "SELECT p.id, p.used, p.children, p.holds, p.name, p.bytes, p.lost"
+            " FROM blocks b JOIN blocks p ON p.id = b.parent WHERE b.id = ?"
+        )
+        found = self.index.query(sql, [block])
+        if not found:
+            return None
+        number, used, children, held, name, size, lost = found[0]
+        passed = inherited(used, self.victims[block].used)
+        self.victims[number] = Victim(number, name, 0 if lost else size, passed)
+        return Above(number, used, number, children, held > 0)
+
+
+def _unlink(path: Path) -> bool:
+    """Whether the file is gone now. One that is in use, or may not be deleted, is left for later."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

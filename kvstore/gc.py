@@ -1,0 +1,102 @@
+"""`gc`: bring a store within its budget, and tidy what crashes left. Plan, show, apply.
+
+Eviction while saving uses the same plan; here the whole folder is looked at as well, for
+files without a row (their writer was killed between rename and commit) and rows without a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvsnap.formats.errors import StoreError
+from kvsnap.kvstore.eviction import Plan
+from kvsnap.kvstore.rebuild import MISSING, Found, adopt, block_names, read_ours
+from kvsnap.kvstore.store import Store
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """`kept_bytes`: what the store takes afterwards. `short_bytes`: what is still over the budget,
+    because all else is pinned, in use, or a session's own file. `adopted`: files without a row
+    that count from now on; `vanished`: rows whose file was gone. `sessions_cut`: sessions of whose
+    chain the end went."""
+
+    evicted: int
+    freed_bytes: int
+    kept_bytes: int
+    dry_run: bool
+    short_bytes: int
+    unfinished: int
+    quarantined: int
+    adopted: int
+    vanished: int
+    sessions_cut: tuple[str, ...]
+
+
+def gc(
+    store: Store,
+    *,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> GcReport:
+    """Evict until the store is within its budget. With `dry_run` nothing is deleted or written; the
+    report is that of the plan which would be applied."""
+    adopted = vanished = 0
+    if not dry_run:
+        with contextlib.suppress(StoreError), store.index.transaction() as db:
+            store.holds.end_dead(db)
+        store.space.unfinished.recount()
+        adopted, vanished = _compare(store)
+    plan = store.space.eviction.plan(store.space.missing())
+    cut = _sessions_cut(store, plan)
+    used = store.space.used()
+    evicted, freed = len(plan.blocks), plan.bytes
+    if not dry_run:
+        done = store.space.eviction.apply(plan, progress)
+        evicted, freed = len(done.blocks), done.bytes
+    return GcReport(
+        evicted=evicted,
+        freed_bytes=freed,
+        kept_bytes=used - freed if dry_run else store.space.used(),
+        dry_run=dry_run,
+        short_bytes=max(0, plan.short),
+        unfinished=len(plan.unfinished),
+        quarantined=len(plan.quarantined),
+        adopted=adopted,
+        vanished=vanished,
+        sessions_cut=cut,
+    )
+
+
+def _compare(store: Store) -> tuple[int, int]:
+    """Make rows and files agree; (files adopted, rows whose file is gone)."""
+    orphans, vanished = list[Found](), 0
+    for byte in range(256):
+        low, high = bytes([byte]) + bytes(31), bytes([byte]) + b"\xff" * 31
+        there = block_names(store.place, byte)
+        sql = "SELECT name, lost FROM blocks WHERE name BETWEEN ? AND ?"
+        rows = dict(store.index.query(sql, [low, high]))
+        for name, lost in rows.items():
+            if lost is None and name not in there:
+                store.blocks.set_aside(name, MISSING)
+                vanished += 1
+        for name in there:
+            if rows.get(name, MISSING) is not None:
+                found = read_ours(store.place, store.place.block(name))
+                orphans += [found] if found is not None else []
+    adopted = 0
+    for found in sorted(orphans, key=lambda orphan: orphan.record.start):
+        with store.index.transaction() as db:
+            row = store.index.find(found.record.name)
+            if row is None or row.lost:  # else its writer has just added it
+                adopt(store.index, db, found)
+                adopted += 1
+    return adopted, vanished
+
+
+def _sessions_cut(store: Store, plan: Plan) -> tuple[str, ...]:
+    going = {victim.name.hex() for victim in plan.blocks}
+    listed = store.listing.refresh()
+    return tuple(str(facts.name) for _, _, facts in listed if facts.last in going)

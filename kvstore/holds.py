@@ -1,0 +1,123 @@
+"""Pins and leases: a block that one stands on is not evicted, and so is none before it.
+
+A pin is a person's, and a file (pins.py); its row here follows it. A lease is a running call's: it
+ends with the call, with its process, or, where neither can be told, an hour after its last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvsnap.formats.errors import StoreError
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.locks import Owner
+
+LEASE_SECONDS = 3600.0
+"""Longer than any single call between two blocks; only for owners whose death cannot be seen."""
+FOREVER = float("inf")
+
+
+class Lease:
+    """One call's hold on a chain: it stands on the deepest block that the call needs."""
+
+    def __init__(self, index: Index, owner: Owner) -> None:
+        self._index, self._owner = index, owner
+        self._id: int | None = None
+        self._key = ""
+
+    def keep(self, name: bytes, *, wait: bool = True) -> bool:
+        """Stand on a stored block from now on; False where it is not there (any more).
+
+        Without `wait` a store that is busy or cannot be written is passed over: the caller then
+        reads without a lease, and a block that goes meanwhile is a miss.
+        """
+        try:
+            with self._index.transaction(wait=wait) as db:
+                return self.move(db, name)
+        except StoreError:
+            if wait:
+                raise
+            return False
+
+    def move(self, db: sqlite3.Connection, name: bytes) -> bool:
+        """The same inside the caller's transaction."""
+        found = db.execute("SELECT id FROM blocks WHERE name = ?", (name,)).fetchone()
+        if found is None:
+            return False
+        until, key = time.time() + LEASE_SECONDS, self._owner.id
+        if self._id is not None and key == self._key:
+            moved = db.execute(
+                "UPDATE holds SET block = ?, until = ? WHERE id = ? AND owner = ?",
+                (found[0], until, self._id, key),
+            )
+            if moved.rowcount:
+                return True  # else the index was built anew under us
+        self._key = key
+        row = ("lease", key, until, found[0])
+        sql = "INSERT INTO holds(kind, owner, until, block) VALUES (?, ?, ?, ?)"
+        self._id = db.execute(sql, row).lastrowid
+        return True
+
+    def end(self) -> None:
+        """Let go. What cannot be written now ends with the owner."""
+        if self._id is None:
+            return
+        row, self._id = (self._id, self._key), None
+        sql = "DELETE FROM holds WHERE id = ? AND owner = ?"
+        self._index.note(lambda db: db.execute(sql, row).close())
+        self._index.write_notes(wait=False)
+
+
+class Holds:
+    """The rows of pins and leases of one store."""
+
+    def __init__(self, index: Index, owner: Owner) -> None:
+        self.index, self.owner = index, owner
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """A lease that ends with the block of code, however that ends."""
+        lease = Lease(self.index, self.owner)
+        try:
+            yield lease
+        finally:
+            lease.end()
+
+    def end_dead(self, db: sqlite3.Connection) -> None:
+        """Inside a transaction: remove leases of dead owners and whatever has expired."""
+        db.execute("DELETE FROM holds WHERE until < ?", (time.time(),))
+        for (owner,) in db.execute("SELECT DISTINCT owner FROM holds WHERE kind = 'lease'"):
+            if not self.owner.is_alive(owner):
+                db.execute("DELETE FROM holds WHERE kind = 'lease' AND owner = ?", (owner,))
+
+
+def pin_key(path: Path) -> str:
+    """What names a pin in the index: the last two parts of its path, and of its session's."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def set_pin(db: sqlite3.Connection, key: str, until: float, block: bytes | None) -> None:
+    """Inside a transaction: the pin `key` stands on `block` (None: on nothing yet)."""
+    end_pin(db, key)
+    db.execute(
+        "INSERT INTO holds(kind, owner, until, block)"
+        " VALUES ('pin', ?, ?, (SELECT id FROM blocks WHERE name = ?))",
+        (key, until or FOREVER, block),
+    )
+
+
+def follow_pin(db: sqlite3.Connection, key: str, chain: Sequence[bytes]) -> None:
+    """Inside a transaction: a session that is pinned was saved with this chain."""
+    db.execute(
+        "UPDATE holds SET block = (SELECT id FROM blocks WHERE name = ?)"
+        " WHERE kind = 'pin' AND owner = ?",
+        (chain[-1] if chain else None, key),
+    )
+
+
+def end_pin(db: sqlite3.Connection, key: str) -> None:
+    db.execute("DELETE FROM holds WHERE kind = 'pin' AND owner = ?", (key,))

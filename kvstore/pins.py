@@ -1,0 +1,112 @@
+"""Pins on disk: sessions and blocks that a person keeps from eviction, for ever or for a time."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import KvsnapError, NotFound
+from kvsnap.formats.pin import BLOCK, SESSION, PinRecord, pack_pin, parse_pin
+from kvsnap.formats.session_name import SUFFIX
+from kvsnap.kvstore import files
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.holds import end_pin, pin_key, set_pin
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place
+from kvsnap.kvstore.session_file import read_session
+from kvsnap.kvstore.sessions import Sessions
+from kvsnap.kvstore.space import Space
+
+
+class Pins:
+    """The pins of one store."""
+
+    def __init__(self, place: Place, index: Index, sessions: Sessions, space: Space) -> None:
+        self.place, self.index, self.sessions, self.space = place, index, sessions, space
+
+    def pin_session(self, tenant_id: str, name: str, seconds: float | None = None) -> None:
+        """Keep the stored blocks of a session, also those of its later saves. Raises `NotFound`."""
+        path = self.sessions.require(tenant_id, name)
+        record = PinRecord(SESSION, tenant_id, name, _until(seconds))
+        self._write(self.place.pin(path), record)
+
+    def pin_block(self, name: bytes, seconds: float | None = None) -> None:
+        """Keep a block and all before it. Raises `NotFound`."""
+        if not self.index.is_reachable(name):
+            raise NotFound(f"block {name.hex()[:12]} is not in the store", "kvsnap show shows more")
+        self._write(
+            self.place.pin_of_block(name), PinRecord(BLOCK, "", name.hex(), _until(seconds))
+        )
+
+    def unpin_session(self, tenant_id: str, name: str) -> None:
+        """Let a session's blocks go when room is needed. Raises `NotFound` where it is not pinned."""
+        self._remove(self.place.pin(self.sessions.path(tenant_id, name)), f"session {name!r}")
+
+    def unpin_block(self, name: bytes) -> None:
+        self._remove(self.place.pin_of_block(name), f"block {name.hex()[:12]}")
+
+    def _write(self, path: Path, record: PinRecord) -> None:
+        with self.space.write(pack_pin(record)) as room:
+            files.make_dir(path.parent)
+            files.sync_all([room.path])
+            with self.index.transaction() as db:
+                block = _deepest(self.place, path, record, self.index.is_reachable)
+                set_pin(db, pin_key(path), record.until, block)
+                room.publish(db, path)
+        files.sync_all([path.parent, path.parent.parent, self.place.root])
+
+    def _remove(self, path: Path, what: str) -> None:
+        with self.index.transaction() as db, files.store_errors(path):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                raise NotFound(f"{what} is not pinned", "kvsnap ls shows what is") from None
+            end_pin(db, pin_key(path))
+        files.sync_all([path.parent])
+
+
+def fill_pins(place: Place, db: sqlite3.Connection) -> None:
+    """Set the pins that are in the folder while the index is built anew. Damaged ones are none;
+    `doctor` tells of them."""
+
+    def reachable(name: bytes) -> bool:
+        sql = "SELECT 1 FROM blocks WHERE name = ? AND reachable = 1"
+        return db.execute(sql, (name,)).fetchone() is not None
+
+    for path in pin_paths(place):
+        with contextlib.suppress(KvsnapError, OSError):
+            record = read_pin(path)
+            block = _deepest(place, path, record, reachable)
+            set_pin(db, pin_key(path), record.until, block)
+
+
+def pin_paths(place: Place) -> list[Path]:
+    return sorted(place.pins.glob(f"*/*{SUFFIX}"))
+
+
+def _deepest(
+    place: Place, path: Path, record: PinRecord, reachable: Callable[[bytes], bool]
+) -> bytes | None:
+    """The deepest stored block that a pin keeps."""
+    if record.what == BLOCK:
+        return bytes.fromhex(record.name)
+    try:
+        chain = read_session(place.sessions / pin_key(path)).record.chain
+    except (KvsnapError, OSError):
+        return None
+    depth = gallop(lambda number: reachable(chain[number]), len(chain))
+    return chain[depth - 1] if depth else None
+
+
+def read_pin(path: Path) -> PinRecord:
+    buffer = files.read_whole(path)
+    check_file_digest(buffer)
+    return parse_pin(buffer)
+
+
+def _until(seconds: float | None) -> int:
+    return 0 if seconds is None else int(time.time() + seconds)

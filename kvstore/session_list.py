@@ -1,0 +1,191 @@
+"""What sessions there are, without reading them all: facts of each file, as long as it is the same.
+
+The folder is the truth. A row of the index counts while the file's stamp (length, times, inode) is
+the one that it was noted with; other files are read, and noted again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvsnap.formats.errors import KvsnapError, StoreError
+from kvsnap.formats.session import SessionRecord
+from kvsnap.formats.session_name import SUFFIX
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.holds import pin_key
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place
+from kvsnap.kvstore.session_file import read_session
+from kvsnap.kvstore.weights import stamp_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a session file says, in short. `last`: its deepest block, hex, empty for none.
+    `problem` says why the file cannot be read, if so; then nothing else is known."""
+
+    name: str | None = None
+    tokens: int = 0
+    blocks: int = 0
+    block_size: int = 1
+    last: str = ""
+    revision: int = 0
+    model: str = ""
+    kind: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One session file. `stored_blocks`: how many blocks of its chain are there, from the front;
+    `pinned_until`: unix seconds, infinite for ever, None where it is not pinned."""
+
+    path: Path
+    bytes: int
+    saved: int
+    facts: Facts
+    stored_blocks: int
+    pinned_until: float | None
+
+
+def facts_of(record: SessionRecord) -> Facts:
+    return Facts(
+        name=record.name,
+        tokens=len(record.token_ids),
+        blocks=len(record.chain),
+        block_size=record.block_size,
+        last=record.chain[-1].hex() if record.chain else "",
+        revision=record.revision,
+        model=str(record.notes.get("model", "")),
+        kind=str(record.notes.get("kind", "")),
+    )
+
+
+def note_session(index: Index, path: Path, inode: int, record: SessionRecord) -> None:
+    """After a session file was published. Where another one stands there by now, that one's
+    writer notes it; where nothing can be written, the next listing does."""
+    with contextlib.suppress(OSError, StoreError), index.transaction() as db:
+        status = path.stat()
+        if status.st_ino == inode:
+            _note(db, path, status, facts_of(record))
+
+
+def forget_session(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("DELETE FROM sessions WHERE path = ?", (pin_key(path),))
+
+
+def fill_sessions(place: Place, db: sqlite3.Connection) -> None:
+    """Note every session while the index is built anew."""
+    for path, status in _session_files(place.sessions):
+        _note(db, path, status, _read(path))
+
+
+class SessionList:
+    """The sessions of one store."""
+
+    def __init__(self, place: Place, index: Index) -> None:
+        self.place, self.index = place, index
+
+    def __iter__(self) -> Iterator[Listed]:
+        """All sessions of all tenants, damaged ones with their problem."""
+        pins = dict(self.index.query("SELECT owner, until FROM holds WHERE kind = 'pin'"))
+        for path, status, facts in self.refresh():
+            yield Listed(
+                path=path,
+                bytes=_length(status),
+                saved=int(status.st_mtime),
+                facts=facts,
+                stored_blocks=self._stored(path, facts),
+                pinned_until=pins.get(pin_key(path)),
+            )
+
+    def refresh(self) -> list[tuple[Path, os.stat_result, Facts]]:
+        """Compare the folder with what was noted, and note what is new, where that is possible."""
+        rows = {
+            path: (stamp, facts)
+            for path, stamp, facts in self.index.query("SELECT path, stamp, facts FROM sessions")
+        }
+        found, new = list[tuple[Path, os.stat_result, Facts]](), list[tuple]()
+        for path, status in _session_files(self.place.sessions):
+            stamp, text = rows.pop(pin_key(path), ("", ""))
+            facts = _parse(text) if stamp == stamp_of(status) else None
+            if facts is None:
+                facts = _read(path)
+                new.append((path, status, facts))
+            found.append((path, status, facts))
+        if new or rows:
+            with contextlib.suppress(StoreError), self.index.transaction() as db:
+                for path, status, facts in new:
+                    _note(db, path, status, facts)
+                db.executemany("DELETE FROM sessions WHERE path = ?", [(p,) for p in rows])
+        return found
+
+    def _stored(self, path: Path, facts: Facts) -> int:
+        """How many blocks are there. Only where the last one is not, its file is read."""
+        if not facts.last or self.index.is_reachable(bytes.fromhex(facts.last)):
+            return facts.blocks
+        try:
+            chain = read_session(path).record.chain
+        except (KvsnapError, OSError):
+            return 0
+        return gallop(lambda number: self.index.is_reachable(chain[number]), len(chain))
+
+
+def _session_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for tenant in sorted(_entries(folder), key=lambda entry: entry.name):
+        if tenant.is_dir(follow_symlinks=False):
+            for entry in sorted(_entries(Path(tenant.path)), key=lambda entry: entry.name):
+                if entry.name.endswith(SUFFIX):
+                    with contextlib.suppress(OSError):
+                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return list(entries)
+    return []
+
+
+def _read(path: Path) -> Facts:
+    try:
+        return facts_of(read_session(path).record)
+    except KvsnapError as error:
+        return Facts(problem=error.what)
+    except OSError as error:
+        return Facts(problem=str(error.strerror))
+
+
+def _parse(text: str) -> Facts | None:
+    """Facts as they were noted; None for what no kvsnap notes, which is read anew."""
+    try:
+        facts = Facts(**json.loads(text))
+        bytes.fromhex(facts.last)
+    except (TypeError, ValueError):
+        return None
+    return facts
+
+
+def _note(db: sqlite3.Connection, path: Path, status: os.stat_result, facts: Facts) -> None:
+    db.execute(
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?) ON CONFLICT(path) DO UPDATE SET"
+        " stamp = excluded.stamp, bytes = excluded.bytes, saved = excluded.saved,"
+        " facts = excluded.facts",
+        (
+            pin_key(path),
+            stamp_of(status),
+            _length(status),
+            int(status.st_mtime),
+            json.dumps(asdict(facts)),
+        ),
+    )
+
+
+def _length(status: os.stat_result) -> int:
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0

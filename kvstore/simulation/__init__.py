@@ -1,0 +1,1 @@
+"""A workload replayed through the store's own eviction policy, with payloads left out."""

@@ -1,0 +1,127 @@
+"""The store's room: what it takes, what may still be written, and what goes to make room.
+
+A writer reserves a file's bytes before it writes them, so that many writers together keep the
+budget; the reservation counts until the file is published, or, where its writer died, until the
+unfinished file is cleaned away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsnap.formats.container import Packed
+from kvsnap.formats.errors import StoreError, StoreFull, Vanished
+from kvsnap.kvstore import files
+from kvsnap.kvstore.budget import UNLIMITED, Budget, disk_free
+from kvsnap.kvstore.eviction import Eviction
+from kvsnap.kvstore.holds import Holds
+from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.place import Place, write_settings
+from kvsnap.kvstore.unfinished import Unfinished, unfinished_name
+
+TRIES = 8
+"""Of making room against others who fill it again or use what was chosen to go."""
+
+
+@dataclass
+class Room:
+    """A reserved place in tmp/ for one file."""
+
+    path: Path
+    published: bool = False
+
+    def publish(self, db: sqlite3.Connection, target: Path) -> None:
+        """Inside a transaction, and last in it: rename the file to where it belongs. What fails
+        before leaves no file that the caller does not know of."""
+        db.execute("DELETE FROM unfinished WHERE path = ?", (self.path.name,))
+        with files.store_errors(target):
+            try:
+                self.path.replace(target)
+            except FileNotFoundError as error:  # stopped for an hour, and cleaned away meanwhile
+                raise Vanished("the file being written went from tmp/", "save again") from error
+        self.published = True
+
+
+class Space:
+    """Reserving and making room for one store, within `budget`."""
+
+    def __init__(self, place: Place, index: Index, holds: Holds, budget: Budget) -> None:
+        self.place, self.index, self.holds, self.budget = place, index, holds, budget
+        self.unfinished = Unfinished(place, index, holds.owner)
+        self.eviction = Eviction(place, index, holds, self.unfinished)
+
+    def used(self) -> int:
+        """Bytes of all files that the budget counts: blocks and sessions as the index counts them,
+        unfinished files, and quarantine."""
+        sql = (
+            "SELECT (SELECT COALESCE(SUM(bytes), 0) FROM totals)"
+            " + (SELECT COALESCE(SUM(bytes), 0) FROM unfinished)"
+            " + (SELECT value FROM counters WHERE name = 'session_bytes')"
+        )
+        found = self.index.query(sql)[0][0] or 0
+        return int(found) + sum(size for _, size, _ in files.sizes(self.place.quarantine))
+
+    @contextlib.contextmanager
+    def write(self, packed: Packed) -> Iterator[Room]:
+        """Make room for a file, write it to tmp/ and yield it to publish. Nothing is left behind.
+
+        Raises `StoreFull` before anything is written where there is no room to be made.
+        """
+        write_settings(self.place)
+        self.unfinished.clean_once()
+        room, kept = self._reserve(packed.size), False
+        try:
+            files.write_file(room.path, packed)
+            yield room
+            kept = room.published
+        finally:
+            if not kept:
+                self._give_back(room)
+
+    def _reserve(self, size: int) -> Room:
+        limit = self.budget.capacity
+        if limit is not None and size > limit:
+            raise StoreFull(
+                f"one file of {size} bytes is more than the store's capacity of {limit}",
+                "raise it: --capacity, KVSNAP_CAPACITY or kvsnap.json",
+            )
+        room = Room(self.place.temporary / unfinished_name(self.holds.owner.id))
+        for _ in range(TRIES):
+            with self.index.transaction() as db:
+                need = self.missing(size)
+                if need <= 0:
+                    row = (room.path.name, self.holds.owner.id, size)
+                    db.execute("INSERT INTO unfinished VALUES (?, ?, ?)", row)
+                    return room
+            if not self.eviction.make_room(need):
+                break
+        raise StoreFull(*self._full(size))
+
+    def missing(self, size: int = 0) -> int:
+        """How many bytes must go before `size` more fit budget and disk; 0 or less: they fit."""
+        over = 0
+        if self.budget.capacity is not None:
+            over = self.used() + size - self.budget.capacity
+        with contextlib.suppress(OSError):
+            over = max(over, self.budget.min_free + size - disk_free(self.place.root))
+        return over
+
+    def _full(self, size: int) -> tuple[str, str]:
+        capacity = UNLIMITED if self.budget.capacity is None else f"{self.budget.capacity} bytes"
+        what = (
+            f"the store is full: {size} bytes more do not fit; {self.used()} of {capacity} are taken"
+            f" by what is pinned, in use or in sessions, and {disk_free(self.place.root)} bytes are"
+            " free on the disk"
+        )
+        hint = "raise --capacity (or KVSNAP_CAPACITY), unpin or rm a session, or free disk space"
+        return what, hint
+
+    def _give_back(self, room: Room) -> None:
+        with contextlib.suppress(OSError):
+            room.path.unlink()
+        with contextlib.suppress(StoreError), self.index.transaction() as db:
+            db.execute("DELETE FROM unfinished WHERE path = ?", (room.path.name,))
