@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "Measure this machine.",
     "demo": "The whole job on the bundled model, with its timings.",
     "doctor": "Say what is wrong with the store or the engines, and what to do.",
+    "explain": "Why a prompt would hit or miss, token by token at the break.",
     "gc": "Evict the least recently used blocks, and clean up.",
     "ls": "List the sessions.",
     "pin": "Keep a session or block from eviction.",

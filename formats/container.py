@@ -146,7 +146,7 @@ def header_size(first_bytes: bytes) -> int:
 def parse_header(text: bytes) -> dict[str, Any]:
     """The JSON header; duplicate keys, depth bombs and non-JSON are `Damaged`."""
     try:
-        header = json.loads(text.decode("ascii"), object_pairs_hook=_no_duplicates)
+        header = _JSON.decode(text.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise Damaged("the header is not the JSON of a safetensors file") from error
     if not isinstance(header, dict):
@@ -166,6 +166,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise Damaged("the header has duplicate keys")
     return table
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+"""Kept: to make one costs as much as to read a header with it."""
 
 
 def _span(name: str, entry: Any) -> tuple[str, int, int, str, tuple[int, ...]]:

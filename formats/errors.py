@@ -14,7 +14,8 @@ KvsnapError                 it did not work                                     
 ├── EngineError             the engine did not do what was asked
 ├── DoesNotFit              more tokens than the engine's context holds
 └── PartlyDone              some of it worked, and what did is kept                   exit 3
-    └── SessionMoved        a session changed meanwhile; this one was stored beside it
+    ├── SessionMoved        a session changed meanwhile; this one was stored beside it
+    └── NotAllStored        a session was saved, but the store had no room for all its blocks
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ class DoesNotFit(KvsnapError):
 
 
 class PartlyDone(KvsnapError):
-    """Some of it worked, and what did is kept."""
+    """Some of it worked, and what did is kept. `report` says what, where there is one."""
 
     exit_code = 3
+    report: object = None
 
 
 class SessionMoved(PartlyDone):
@@ -99,5 +101,14 @@ class SessionMoved(PartlyDone):
         super().__init__(what, hint)
         self.stored = stored
         self.stored_as = stored.record.name
-        self.report: object = None
-        """The save's report, where a session's save raised this."""
+
+
+class NotAllStored(PartlyDone):
+    """The session is saved, with fewer blocks than it has; resuming it computes the rest."""
+
+    def __init__(self, stored: int, blocks: int, full: StoreFull) -> None:
+        super().__init__(
+            f"saved, but with {stored} of {blocks} blocks, resuming computes the rest: {full.what}",
+            full.hint,
+        )
+        self.__cause__ = full

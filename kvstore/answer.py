@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvsnap.engines.text import TextEngine
-from kvsnap.formats.errors import UsageError
+from kvsnap.formats.errors import StoreFull, UsageError
 from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.kvstore.reports import ResumeReport
 from kvsnap.kvstore.session import Session
@@ -60,8 +60,12 @@ def prefill(
     def after_batch(tokens: int) -> None:
         done = report.reused_tokens + engine.evaluated - before
         step_done(done, total)
+        nonlocal store_on_the_way
         if store_on_the_way and done < total:
-            session.put_filled()
+            try:
+                session.put_filled()
+            except StoreFull:
+                store_on_the_way = False  # what is computed is not lost: the save says what fits
 
     engine.evaluate(token_ids[report.reused_tokens :], after_batch)
     result.report = report

@@ -7,7 +7,7 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore import files
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.index import Index, Row
+from kvsnap.kvstore.index import FAILED, Index, Row
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.space import Space
 
@@ -63,11 +63,14 @@ class Blocks:
         stored again. Without it a read-only store would offer the same damaged block for ever."""
         self._seen: set[bytes] = set()
         """Blocks that this process wrote, or read whole and right."""
+        self._doubtful: set[bytes] = set()
 
     def has(self, name: bytes) -> bool:
         """Row and file of the recorded size: what a save may leave out."""
         row = self.index.find(name)
         if row is None or row.lost is not None or not row.reachable or name in self.misses:
+            return False
+        if row.sync_failed or name in self._doubtful:
             return False
         size = files.file_size(self.place.block(name))
         if size == row.bytes:
@@ -124,12 +127,13 @@ class Blocks:
                 if not there:
                     self.index.insert(db, record, packed.size, codec.id, synced=False)
                 if lease is not None:
-                    lease.move(db, wanted.name)
+                    lease.move(db, wanted.name, deeper=True)
                 if not there:
                     if files.is_folder(path):
                         self.place.set_aside(path, "a folder stood in the file's place")
                     room.publish(db, path)
         self.misses.pop(wanted.name, None)
+        self._doubtful.discard(wanted.name)
         self._see(wanted.name)
         return 0 if there else packed.size
 
@@ -180,13 +184,12 @@ class Blocks:
         except StoreError:
             return  # remembered above; the caller's read goes on without the block
 
-    def remove(self, name: bytes, reason: str) -> None:
-        """Delete a block's file, whatever is in it; its row stays, as for a damaged one."""
-        self.misses[name] = reason
-        self._seen.discard(name)
-        with contextlib.suppress(StoreError), self.index.transaction() as db:
-            self.index.lose(db, name, reason)
-            self.place.block(name).unlink(missing_ok=True)
+    def doubt(self, names: Sequence[bytes]) -> None:
+        """Blocks that could not be brought to the device: good to read, but not to rely on."""
+        self._doubtful.update(names)
+        self._seen.difference_update(names)
+        with contextlib.suppress(StoreError):  # this process remembers; others may have to find out
+            self.index.mark_synced(names, FAILED)
 
     def _load(self, root: Root, wanted: Wanted, layout: Layout) -> BlockFile:
         """The block over this thread's scratch buffer: decode it before the next one is read."""
@@ -214,6 +217,8 @@ class Blocks:
         """Whether another process stored the block meanwhile, or a verdict of ours was rash."""
         row, path = self.index.find(wanted.name), self.place.block(wanted.name)
         if row is None or not row.reachable or files.file_size(path) != row.bytes:
+            return False
+        if row.sync_failed or wanted.name in self._doubtful:
             return False
         if wanted.name not in self.misses and (row.synced or wanted.name in self._seen):
             return True

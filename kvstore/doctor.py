@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.interchange.llamacpp import SUPPORTED_VERSIONS
-from kvsnap.kvstore.place import SETTINGS
-from kvsnap.kvstore.rebuild import block_paths
+from kvsnap.formats.pin import SESSION
+from kvsnap.formats.session_name import SUFFIX
+from kvsnap.kvstore.budget import disk_free
+from kvsnap.kvstore.holds import pin_key
+from kvsnap.kvstore.pins import pin_paths, read_pin
+from kvsnap.kvstore.place import SETTINGS, Place
+from kvsnap.kvstore.rebuild import block_names
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.unfinished import OURS
 
-LOW_SPACE = 1_000_000_000
-GRACE_SECONDS = 3600
-"""Unfinished files younger than this may belong to a running save."""
 _OURS = {
     SETTINGS,
     "blocks",
@@ -63,10 +65,7 @@ def _store(store: Store) -> Iterator[Finding]:
         yield Finding("problem", store.problem, "the next save writes it anew")
     if not place.writable():
         yield Finding("problem", f"{place.root} cannot be written", "check its owner and mode")
-    existing = next(p for p in (place.root, *place.root.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < LOW_SPACE:
-        yield Finding("problem", f"{free / 1e9:.1f} GB free on the store's disk", "free some space")
+    yield from _room(store)
     if place.root.exists():
         yield from _index(store)
         yield from _leftovers(store)
@@ -82,13 +81,13 @@ def _index(store: Store) -> Iterator[Finding]:
     except (KvsnapError, sqlite3.Error) as error:
         yield Finding("problem", f"the index cannot be used: {error}", "delete index.sqlite3*")
         return
-    count = sum(1 for _ in block_paths(store.place))
+    count = sum(len(block_names(store.place, byte)) for byte in range(256))
     yield Finding("ok", f"{count} block files, {rows} in the index")
     if count != rows:
         yield Finding(
             "note",
             f"{abs(count - rows)} block files and rows do not match",
-            "delete index.sqlite3* (it is built anew), then run kvsnap verify",
+            "kvsnap gc brings them together, kvsnap verify says more",
         )
     if lost:
         yield Finding("note", f"{lost} blocks were damaged or missing", "kvsnap verify lists them")
@@ -100,6 +99,29 @@ def _index(store: Store) -> Iterator[Finding]:
         )
 
 
+def _room(store: Store) -> Iterator[Finding]:
+    """What the store takes of what it may, and what the disk has left."""
+    free, budget = disk_free(store.place.root), store.budget
+    if free < budget.min_free:
+        yield Finding(
+            "problem",
+            f"{free / 1e9:.1f} GB free on the store's disk, {budget.min_free / 1e9:.1f} GB are kept",
+            "free some space; saving evicts blocks until then",
+        )
+    try:
+        used = store.space.used()
+    except (KvsnapError, sqlite3.Error):
+        return  # the index's own finding tells of it
+    if budget.capacity is None:
+        yield Finding("ok", f"{used / 1e9:.2f} GB taken, no limit (from {budget.source})")
+        return
+    share = f"{used / 1e9:.2f} of {budget.capacity / 1e9:.2f} GB taken (limit from {budget.source})"
+    if used > budget.capacity:
+        yield Finding("note", share, "kvsnap gc evicts down to it, and so does the next save")
+    else:
+        yield Finding("ok", share)
+
+
 def _leftovers(store: Store) -> Iterator[Finding]:
     place = store.place
     aside = list(place.quarantine.glob("*.reason"))
@@ -107,15 +129,53 @@ def _leftovers(store: Store) -> Iterator[Finding]:
         yield Finding(
             "note", f"{len(aside)} damaged files in {place.quarantine}", "look, then delete them"
         )
-    old = [p for p in place.temporary.glob("*") if time.time() - _mtime(p) > GRACE_SECONDS]
+    old = list(store.space.unfinished.over())
     if old:
         yield Finding(
-            "note", f"{len(old)} unfinished files in {place.temporary}", "they may be deleted"
+            "note", f"{len(old)} files of killed writers in {place.temporary}", "kvsnap gc"
         )
-    foreign = sorted(p.name for p in place.root.iterdir() if p.name not in _OURS)
+    for path in pin_paths(place):
+        try:
+            record = read_pin(path)
+        except (KvsnapError, OSError) as error:
+            yield Finding("note", f"pin {path} is damaged and pins nothing: {error}", "pin again")
+            continue
+        if record.what == SESSION and not (place.sessions / pin_key(path)).exists():
+            yield Finding("note", f"a pin without its session: {path}", "delete the file")
+    foreign = sorted(_foreign(place))
     if foreign:
         names = ", ".join(foreign[:5]) + (" …" if len(foreign) > 5 else "")
-        yield Finding("note", f"not kvsnap's, left alone: {names}", "move it elsewhere")
+        count = f"{len(foreign)} things are" if len(foreign) > 1 else "one thing is"
+        yield Finding(
+            "note",
+            f"{count} not kvsnap's, left alone and not counted: {names}",
+            "move it elsewhere, where it is not wanted",
+        )
+
+
+def _foreign(place: Place) -> Iterator[str]:
+    """What stands in the store's folders and is not ours, as paths from the store's root."""
+    yield from (p.name for p in _entries(place.root) if p.name not in _OURS)
+    for pattern, folder in [
+        (r"[0-9a-f]{2}", place.blocks),
+        (r"[0-9a-f]{64}|default", place.sessions),
+        (r"[0-9a-f]{64}|default|blocks", place.pins),
+        (OURS.pattern, place.temporary),
+    ]:
+        for entry in _entries(folder):
+            if not re.fullmatch(pattern, entry.name):
+                yield str(entry.relative_to(place.root))
+            elif folder is not place.temporary:
+                ours = rf"[0-9a-f]{{64}}{SUFFIX}" if folder is place.blocks else rf".*{SUFFIX}"
+                inside = (p for p in _entries(entry) if not re.fullmatch(ours, p.name))
+                yield from (str(p.relative_to(place.root)) for p in inside)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _llama() -> Iterator[Finding]:
@@ -135,10 +195,3 @@ def _llama() -> Iterator[Finding]:
     else:
         known = ", ".join(map(str, SUPPORTED_VERSIONS))
         yield Finding("problem", f"{name}; kvsnap knows {known}", "use another version of either")
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()

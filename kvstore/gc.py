@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvsnap.formats.errors import StoreError
+from kvsnap.kvstore import files
 from kvsnap.kvstore.eviction import Plan
 from kvsnap.kvstore.rebuild import MISSING, Found, adopt, block_names, read_ours
 from kvsnap.kvstore.store import Store
@@ -41,14 +42,9 @@ def gc(
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> GcReport:
-    """Evict until the store is within its budget. With `dry_run` nothing is deleted or written; the
+    """Evict until the store is within its budget. With `dry_run` no file is deleted or written; the
     report is that of the plan which would be applied."""
-    adopted = vanished = 0
-    if not dry_run:
-        with contextlib.suppress(StoreError), store.index.transaction() as db:
-            store.holds.end_dead(db)
-        store.space.unfinished.recount()
-        adopted, vanished = _compare(store)
+    adopted, vanished = _look(store, must=not dry_run)
     plan = store.space.eviction.plan(store.space.missing())
     cut = _sessions_cut(store, plan)
     used = store.space.used()
@@ -70,6 +66,22 @@ def gc(
     )
 
 
+def _look(store: Store, *, must: bool) -> tuple[int, int]:
+    """Bring the index up to what is there, or the plan would be another one: what holds nothing any
+    more, what tmp/ and sessions take, and `_compare`. A dry run does without where it cannot write.
+    """
+    with contextlib.suppress(StoreError), store.index.transaction() as db:
+        store.holds.end_dead(db)
+    store.space.unfinished.recount()
+    store.listing.refresh()
+    try:
+        return _compare(store)
+    except StoreError:
+        if must:
+            raise
+        return 0, 0
+
+
 def _compare(store: Store) -> tuple[int, int]:
     """Make rows and files agree; (files adopted, rows whose file is gone)."""
     orphans, vanished = list[Found](), 0
@@ -80,20 +92,32 @@ def _compare(store: Store) -> tuple[int, int]:
         rows = dict(store.index.query(sql, [low, high]))
         for name, lost in rows.items():
             if lost is None and name not in there:
-                store.blocks.set_aside(name, MISSING)
-                vanished += 1
+                vanished += _lose(store, name)
         for name in there:
             if rows.get(name, MISSING) is not None:
-                found = read_ours(store.place, store.place.block(name))
+                found = read_ours(store.place.block(name))
                 orphans += [found] if found is not None else []
     adopted = 0
     for found in sorted(orphans, key=lambda orphan: orphan.record.start):
         with store.index.transaction() as db:
             row = store.index.find(found.record.name)
-            if row is None or row.lost:  # else its writer has just added it
+            # Else its writer has just added it, or another gc has adopted and evicted it.
+            still = files.file_size(store.place.block(found.record.name)) == found.size
+            if still and (row is None or row.lost):
                 adopt(store.index, db, found)
                 adopted += 1
     return adopted, vanished
+
+
+def _lose(store: Store, name: bytes) -> bool:
+    """Whether the row has no file, which is looked at again: it may have been published, or evicted,
+    since the folder was listed."""
+    with store.index.transaction() as db:
+        row = store.index.find(name)
+        gone = row is not None and row.lost is None and not files.stands(store.place.block(name))
+        if gone:
+            store.index.lose(db, name, MISSING)
+    return gone
 
 
 def _sessions_cut(store: Store, plan: Plan) -> tuple[str, ...]:

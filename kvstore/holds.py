@@ -28,6 +28,9 @@ class Lease:
         self._index, self._owner = index, owner
         self._id: int | None = None
         self._key = ""
+        self._start = -1
+        self.name = b""
+        """The block that it stands on."""
 
     def keep(self, name: bytes, *, wait: bool = True) -> bool:
         """Stand on a stored block from now on; False where it is not there (any more).
@@ -43,11 +46,15 @@ class Lease:
                 raise
             return False
 
-    def move(self, db: sqlite3.Connection, name: bytes) -> bool:
-        """The same inside the caller's transaction."""
-        found = db.execute("SELECT id FROM blocks WHERE name = ?", (name,)).fetchone()
+    def move(self, db: sqlite3.Connection, name: bytes, *, deeper: bool = False) -> bool:
+        """The same inside the caller's transaction. With `deeper` it never moves towards the front:
+        what stands behind a block that is mended in the middle must stay, too."""
+        found = db.execute("SELECT id, start FROM blocks WHERE name = ?", (name,)).fetchone()
         if found is None:
             return False
+        if deeper and self._id is not None and found[1] < self._start:
+            return True
+        self.name, self._start = name, found[1]
         until, key = time.time() + LEASE_SECONDS, self._owner.id
         if self._id is not None and key == self._key:
             moved = db.execute(

@@ -34,10 +34,14 @@ class Row:
     tokens: bytes
     bytes: int
     synced: bool
+    sync_failed: bool
+    """Its content may be lost whatever a later sync says: it has to be written anew."""
     reachable: bool
     lost: str | None
 
 
+SYNCED, FAILED = 1, 2
+"""Values of `synced`; 0: not yet."""
 _ROW = "name, start, tokens, bytes, synced, reachable, lost"
 
 
@@ -98,7 +102,8 @@ class Index(Database):
             " reachable) VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
             " parent = excluded.parent, root = excluded.root, start = excluded.start,"
             " tokens = excluded.tokens, bytes = excluded.bytes, codec = excluded.codec,"
-            " synced = excluded.synced, reachable = excluded.reachable, lost = NULL",
+            " used = MAX(used, excluded.used), synced = excluded.synced,"
+            " reachable = excluded.reachable, lost = NULL",
             (
                 record.name,
                 parent,
@@ -112,6 +117,7 @@ class Index(Database):
                 int(reachable),
             ),
         )
+        settle_chain_bytes(db, record.name)
         if reachable:
             set_reachable_below(db, record.name, True)
 
@@ -138,12 +144,13 @@ class Index(Database):
     def correct_size(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
         """The file is right and the row is not: believe the file."""
         db.execute("UPDATE blocks SET bytes = ? WHERE name = ?", (size, name))
+        settle_chain_bytes(db, name)
 
-    def mark_synced(self, names: Sequence[bytes]) -> None:
+    def mark_synced(self, names: Sequence[bytes], value: int = SYNCED) -> None:
         with self.transaction() as db:
             db.executemany(
-                "UPDATE blocks SET synced = 1 WHERE name = ? AND lost IS NULL",
-                [(n,) for n in names],
+                "UPDATE blocks SET synced = ? WHERE name = ? AND lost IS NULL",
+                [(value, name) for name in names],
             )
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
@@ -171,6 +178,30 @@ def set_reachable_below(db: sqlite3.Connection, name: bytes, reachable: bool) ->
     return db.execute(sql, {"id": number, "reachable": int(reachable)}).rowcount
 
 
+def settle_chain_bytes(db: sqlite3.Connection, name: bytes) -> None:
+    """After a row got another length or parent: the lengths of chains through it follow. A new row
+    needs none of this, its trigger did it."""
+    found = db.execute(
+        "SELECT b.id, b.bytes + COALESCE(p.chain_bytes, 0) - b.chain_bytes FROM blocks b"
+        " LEFT JOIN blocks p ON p.id = b.parent WHERE b.name = ?",
+        (name,),
+    ).fetchone()
+    if found is None or not found[1]:
+        return
+    number, more = found
+    below = (
+        "WITH RECURSIVE below(id) AS (SELECT :id UNION ALL"
+        " SELECT b.id FROM blocks b JOIN below ON b.parent = below.id) "
+    )
+    leaves = db.execute(
+        below + "SELECT COUNT(*) FROM blocks WHERE children = 0 AND id IN below", {"id": number}
+    ).fetchone()[0]
+    sql = "UPDATE blocks SET chain_bytes = chain_bytes + :more WHERE id IN below"
+    db.execute(below + sql, {"id": number, "more": more})
+    sql = "UPDATE counters SET value = value + ? WHERE name = 'leaf_chain_bytes'"
+    db.execute(sql, (more * leaves,))
+
+
 def _row(found: tuple) -> Row:
     name, start, tokens, size, synced, reachable, lost = found
     if [type(value) for value in found[:4]] != [bytes, int, bytes, int]:
@@ -178,7 +209,7 @@ def _row(found: tuple) -> Row:
     impossible = lost is not None and (reachable or not isinstance(lost, str))
     if len(name) != 32 or len(tokens) % 4 or impossible:
         raise Damaged("a row of the index has impossible values")
-    return Row(name, start, tokens, size, bool(synced), bool(reachable), lost)
+    return Row(name, start, tokens, size, synced == SYNCED, synced == FAILED, bool(reachable), lost)
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

@@ -15,7 +15,7 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.kvstore.blocks import Blocks, Wanted
 from kvsnap.kvstore.gallop import gallop
-from kvsnap.kvstore.index import big_endian
+from kvsnap.kvstore.index import Row, big_endian
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,28 @@ def _best_sibling(
 ) -> Wanted | None:
     """The stored child of `parent` that shares most tokens with `rest`, if any does."""
     best: Wanted | None = None
-    for row in blocks.index.neighbours(root.root_id, parent, big_endian(rest[:block_size])):
-        if row.name in blocks.misses:
-            continue
+    for row in _usable_neighbours(blocks, root, parent, big_endian(rest[:block_size])):
         ids = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
         common = common_prefix(ids, rest)
         if common and (best is None or common > len(best.token_ids)):
             best = Wanted(row.name, parent, start, rest[:common])
     return best
+
+
+def _usable_neighbours(blocks: Blocks, root: Root, parent: bytes, tokens: bytes) -> list[Row]:
+    """The nearest children of `parent` either side that no verdict is against: a damaged one that
+    could not be set aside must not hide the next."""
+    neighbours = blocks.index.neighbours
+    if not blocks.misses:
+        return neighbours(root.root_id, parent, tokens)
+    found: list[Row] = []
+    for after in (True, False):
+        edge = tokens
+        while rows := [
+            row for row in neighbours(root.root_id, parent, edge) if (row.tokens >= edge) == after
+        ]:
+            if rows[0].name not in blocks.misses:
+                found += rows
+                break
+            edge = rows[0].tokens + b"\0" if after else rows[0].tokens
+    return found

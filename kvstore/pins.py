@@ -37,7 +37,7 @@ class Pins:
     def pin_block(self, name: bytes, seconds: float | None = None) -> None:
         """Keep a block and all before it. Raises `NotFound`."""
         if not self.index.is_reachable(name):
-            raise NotFound(f"block {name.hex()[:12]} is not in the store", "kvsnap show shows more")
+            raise _not_stored(name)
         self._write(
             self.place.pin_of_block(name), PinRecord(BLOCK, "", name.hex(), _until(seconds))
         )
@@ -50,13 +50,18 @@ class Pins:
         self._remove(self.place.pin_of_block(name), f"block {name.hex()[:12]}")
 
     def _write(self, path: Path, record: PinRecord) -> None:
-        with self.space.write(pack_pin(record)) as room:
-            files.make_dir(path.parent)
-            files.sync_all([room.path])
-            with self.index.transaction() as db:
-                block = _deepest(self.place, path, record, self.index.is_reachable)
-                set_pin(db, pin_key(path), record.until, block)
-                room.publish(db, path)
+        with self.space.holds.lease() as lease:
+            # Room for the pin's own file must not be made by letting go of what it is for.
+            block = _deepest(self.place, path, record, self.index.is_reachable)
+            if block is not None and not lease.keep(block) and record.what == BLOCK:
+                raise _not_stored(block)
+            with self.space.write(pack_pin(record)) as room:
+                files.make_dir(path.parent)
+                files.sync_all([room.path])
+                with self.index.transaction() as db:
+                    block = _deepest(self.place, path, record, self.index.is_reachable)
+                    set_pin(db, pin_key(path), record.until, block)
+                    room.publish(db, path)
         files.sync_all([path.parent, path.parent.parent, self.place.root])
 
     def _remove(self, path: Path, what: str) -> None:
@@ -100,6 +105,10 @@ def _deepest(
         return None
     depth = gallop(lambda number: reachable(chain[number]), len(chain))
     return chain[depth - 1] if depth else None
+
+
+def _not_stored(block: bytes) -> NotFound:
+    return NotFound(f"block {block.hex()[:12]} is not in the store", "kvsnap show shows more")
 
 
 def read_pin(path: Path) -> PinRecord:

@@ -68,6 +68,11 @@ class Ram:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def pin(self) -> None:
+        """Page-locked memory from the next block on: an engine on a GPU is going to read."""
+        if not self.memory.wants_pinned:
+            self.memory = HostMemory(pinned=True)
+
     def read_into(
         self,
         root: Root,
@@ -109,13 +114,9 @@ class Ram:
                 return
         kept: _Kept | None = None
         try:
-            own = replace(
-                record,
-                token_ids=record.token_ids.copy(),
-                identity=sys.intern(
-                    record.identity
-                ),  # some kilobytes, equal in thousands of blocks
-            )
+            # The identity is some kilobytes of text that thousands of blocks share.
+            identity = sys.intern(record.identity)
+            own = replace(record, token_ids=record.token_ids.copy(), identity=identity)
             kept = _Kept(own, {name: self._copy(array) for name, array in rows.items()}, cost)
         except MemoryError:
             return
@@ -128,23 +129,13 @@ class Ram:
 
         `rows` begin with position `start`.
         """
-        stop = start + min((array.shape[1] for array in rows.values()), default=0)
+        held = min((array.shape[1] for array in rows.values()), default=0)
         deepest: bytes | None = None
         for block in wanted:
-            end = block.start + len(block.token_ids)
-            if block.name not in self and start <= block.start and end <= stop:
-                # Of a sibling only the front's ids are known: it has another name.
-                own_name = names.block_name(root.key, block.parent, block.token_ids)
-                if own_name == block.name:
-                    record = BlockRecord(
-                        block.name,
-                        block.parent,
-                        root.root_id,
-                        block.start,
-                        block.token_ids,
-                        root.identity,
-                    )
-                    low, high = block.start - start, end - start
+            low, high = block.start - start, block.start + len(block.token_ids) - start
+            if block.name not in self and low >= 0 and high <= held:
+                record = _whole_record(root, block)
+                if record is not None:
                     self.keep(record, {name: array[:, low:high] for name, array in rows.items()})
             if block.name in self:
                 deepest = block.name
@@ -208,3 +199,13 @@ class Ram:
         own = self.memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
         own[...] = array
         return own
+
+
+def _whole_record(root: Root, block: Wanted) -> BlockRecord | None:
+    """The record of a block whose ids are all known; of a sibling only those of its front are, and
+    they make another name."""
+    if names.block_name(root.key, block.parent, block.token_ids) != block.name:
+        return None
+    return BlockRecord(
+        block.name, block.parent, root.root_id, block.start, block.token_ids, root.identity
+    )

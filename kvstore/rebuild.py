@@ -19,12 +19,14 @@ from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Vanished
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore import files
-from kvsnap.kvstore.index import Index, big_endian, root_number
+from kvsnap.kvstore.index import Index, big_endian, root_number, settle_chain_bytes
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.sqlite import statements
 
 MISSING = "the file is missing"
 _NAME = re.compile(r"[0-9a-f]{64}")
+_FRONT = 4096
+"""Header and ids of most blocks: one read instead of three, a fifth of a rebuild's time."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Found:
 
 def block_paths(place: Place) -> Iterator[Path]:
     """Whatever stands where block files stand, ours or not, in order of name."""
-    for folder in sorted(_children(place.blocks)):
-        yield from sorted(_children(folder)) if files.is_folder(folder) else [folder]
+    for folder in _children(place.blocks):
+        yield from _children(folder) if files.is_folder(folder) else [folder]
 
 
 def read_record(path: Path) -> Found:
@@ -50,16 +52,23 @@ def read_record(path: Path) -> Found:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise Damaged("something that is no regular file stands in the file's place")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            start = header_size(file.read(8))
-            header = parse_header(file.read(min(start, status.st_size) - 8))
-            container, size = _described(header, start, status.st_size)
-            ids = Tensor("U32", (size // 4,), file.read(size))
+        front = os.pread(handle, _FRONT, 0)
+        start = min(header_size(front[:8]), status.st_size)
+        front = _as_far_as(handle, front, start)
+        container, size = _described(parse_header(front[8:start]), start, status.st_size)
+        front = _as_far_as(handle, front, start + size)
+        ids = Tensor("U32", (size // 4,), front[start : start + size])
     finally:
         os.close(handle)
     return Found(
         block_record(container, ids), container.field("codec"), status.st_size, status.st_mtime_ns
     )
+
+
+def _as_far_as(handle: int, front: bytes, end: int) -> bytes:
+    """A file's first bytes, at least so many; its length was looked at before."""
+    more = end - len(front)
+    return front + os.pread(handle, more, len(front)) if more > 0 else front
 
 
 def _described(header: dict[str, Any], start: int, file_size: int) -> tuple[Container, int]:
@@ -94,59 +103,83 @@ def fill_from_files(
     block whose parent is missing is kept, unreachable, until the parent is stored again. Memory
     does not grow with the number of files.
     """
-    db.execute("CREATE TEMP TABLE IF NOT EXISTS parents(block BLOB, parent BLOB, start INTEGER)")
-    db.execute("DELETE FROM parents")
+    for statement in statements(_BEFORE):
+        db.execute(statement)
     roots: dict[tuple[str, str], int] = {}
-    now = time.time_ns()
+    now, clock = time.time_ns(), 0
     for item in _readable(place, progress):
         record = item.record
         family = (record.root_id, record.identity)
         if family not in roots:
             roots[family] = root_number(db, *family)
         used = min(item.mtime_ns, now) // 1000  # the request counter goes on from there
+        clock = max(clock, used)
         ids = big_endian(record.token_ids)
         row = (record.name, roots[family], record.start, ids, item.size, item.codec, used)
-        db.execute(
-            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable)"
+        number = db.execute(
+            "INSERT INTO blocks(name, root, start, tokens, bytes, codec, used, reachable)"
             " VALUES (?,?,?,?,?,?,?,0)",
             row,
-        )
+        ).lastrowid
         if record.parent != ZERO_PARENT:
             before = max(0, record.start - len(record.token_ids))
-            db.execute("INSERT INTO parents VALUES (?, ?, ?)", (record.name, record.parent, before))
+            own = (number, record.parent, before, item.size)
+            db.execute("INSERT INTO parents VALUES (?, ?, ?, ?)", own)
+    db.execute("UPDATE counters SET value = ? WHERE name = 'clock'", (clock,))
     for statement in statements(_LINK):
         db.execute(statement)
 
 
+_BEFORE = """
+DROP TABLE IF EXISTS temp.parents;
+DROP TABLE IF EXISTS temp.tree;
+DROP TABLE IF EXISTS temp.walked;
+CREATE TEMP TABLE parents(block INTEGER PRIMARY KEY, parent BLOB, start INTEGER, bytes INTEGER);
+CREATE TEMP TABLE tree(block INTEGER PRIMARY KEY, parent INTEGER, bytes INTEGER);
+CREATE TEMP TABLE walked(block INTEGER PRIMARY KEY, total INTEGER, reachable INTEGER)
+"""
 _LINK = f"""
 INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable, lost)
   SELECT p.parent, b.root, p.start, x'', 0, '', b.used, 0, '{MISSING}'
-  FROM parents p JOIN blocks b ON b.name = p.block;
-UPDATE blocks SET parent = above.id FROM parents p JOIN blocks above ON above.name = p.parent
-  WHERE blocks.name = p.block;
-WITH RECURSIVE there(id) AS (
-  SELECT id FROM blocks WHERE parent IS NULL AND start = 0 AND lost IS NULL
-  UNION ALL
-  SELECT b.id FROM blocks b JOIN there ON b.parent = there.id WHERE b.lost IS NULL)
-UPDATE blocks SET reachable = 1 WHERE id IN there;
-UPDATE counters SET value = (SELECT COALESCE(MAX(used), 0) FROM blocks) WHERE name = 'clock';
-DROP TABLE parents
+  FROM parents p JOIN blocks b ON b.id = p.block
+  WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE name = p.parent);
+INSERT INTO tree SELECT p.block, above.id, p.bytes
+  FROM parents p JOIN blocks above ON above.name = p.parent;
+CREATE INDEX temp.tree_down ON tree(parent);
+INSERT INTO walked
+  WITH RECURSIVE below(id, total, reachable) AS (
+    SELECT id, bytes, start = 0 AND lost IS NULL FROM blocks
+      WHERE NOT EXISTS (SELECT 1 FROM tree WHERE block = id)
+    UNION ALL
+    SELECT t.block, below.total + t.bytes, below.reachable
+      FROM below JOIN tree t ON t.parent = below.id)
+  SELECT * FROM below;
+UPDATE blocks SET
+  parent = (SELECT parent FROM tree WHERE block = id),
+  children = (SELECT COUNT(*) FROM tree WHERE tree.parent = blocks.id),
+  chain_bytes = COALESCE((SELECT total FROM walked WHERE block = id), 0),
+  reachable = COALESCE((SELECT w.reachable FROM walked w WHERE w.block = id), 0);
+DROP TABLE parents;
+DROP TABLE tree;
+DROP TABLE walked
 """
+"""The walk reads temporary tables of a few bytes a row, and each row of `blocks` is written once
+more, in order: three statements that each updated all rows took twice as long."""
 
 
 def _readable(place: Place, progress: Callable[[int, int], None]) -> Iterator[Found]:
-    total = sum(len(_children(folder)) for folder in _children(place.blocks))
+    total = sum(len(_names(folder)) for folder in _children(place.blocks))
     for number, path in enumerate(block_paths(place)):
         if number % 256 == 0:
             progress(number, total)
         if number == total - 1:
             progress(total, total)
-        found = read_ours(place, path)
+        found = read_ours(path)
         if found is not None:
             yield found
 
 
-def read_ours(place: Place, path: Path) -> Found | None:
+def read_ours(path: Path) -> Found | None:
     """The same for a file that stands under its own name; None for one that is not ours, or
     damaged: verify and doctor tell of it."""
     try:
@@ -154,7 +187,9 @@ def read_ours(place: Place, path: Path) -> Found | None:
     except (KvsnapError, OSError):
         return None
     plain = found.record.identity.isascii() and found.codec.isascii()
-    return found if plain and place.block(found.record.name) == path else None
+    text = found.record.name.hex()
+    own = path.name == f"{text}{SUFFIX}" and path.parent.name == text[:2]
+    return found if plain and own else None
 
 
 def block_names(place: Place, first_byte: int) -> set[bytes]:
@@ -196,14 +231,19 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found) -> None:
                 found.codec,
             ),
         )
+        settle_chain_bytes(db, record.name)
 
 
 def _children(folder: Path) -> list[Path]:
+    return [folder / name for name in sorted(_names(folder))]
+
+
+def _names(folder: Path) -> list[str]:
     """What is in a folder. One that cannot be read now is an error: its blocks must not count as
     missing until the index is built the next time."""
     try:
         with files.store_errors(folder):
-            return list(folder.iterdir())
+            return os.listdir(folder)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return []

@@ -31,6 +31,8 @@ class SaveReport:
     revision: int
     tokens: int
     blocks: int
+    blocks_stored: int
+    """Of the chain's blocks; fewer than `blocks` only where the store was full."""
     blocks_written: int
     bytes_written: int
     bytes_raw: int

@@ -15,7 +15,7 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
 """In an order in which they can be dropped."""
 
@@ -65,6 +65,8 @@ CREATE INDEX leaves ON blocks(used, id) WHERE children = 0 AND holds = 0;
 CREATE INDEX lost ON blocks(id) WHERE lost IS NOT NULL;
 CREATE INDEX unreachable ON blocks(start) WHERE reachable = 0 AND lost IS NULL;
 CREATE INDEX held ON holds(block);
+CREATE INDEX holders ON holds(kind, owner);
+CREATE INDEX expiring ON holds(until);
 CREATE TRIGGER block_stored AFTER INSERT ON blocks BEGIN
   UPDATE blocks SET children = children + 1 WHERE id = NEW.parent;
   UPDATE blocks SET chain_bytes = NEW.bytes
@@ -124,19 +126,11 @@ CREATE TRIGGER session_gone AFTER DELETE ON sessions BEGIN
 END
 """
 """Made after a rebuild has filled the tables: a million rows go in without them, and the counts
-are set in one statement each."""
+are set in one statement each (what depends on the tree: in rebuild.py)."""
 
 COUNT_ALL = """
 INSERT INTO totals SELECT root, codec, COUNT(*), SUM(bytes) FROM blocks WHERE lost IS NULL
   GROUP BY root, codec;
-UPDATE blocks SET children = counted.number FROM
-  (SELECT parent, COUNT(*) AS number FROM blocks WHERE parent IS NOT NULL GROUP BY parent) AS counted
-  WHERE blocks.id = counted.parent;
-WITH RECURSIVE below(id, total) AS (
-  SELECT id, bytes FROM blocks WHERE parent IS NULL
-  UNION ALL
-  SELECT b.id, below.total + b.bytes FROM below JOIN blocks b ON b.parent = below.id)
-UPDATE blocks SET chain_bytes = below.total FROM below WHERE blocks.id = below.id;
 UPDATE counters SET value = (SELECT COALESCE(SUM(chain_bytes), 0) FROM blocks WHERE children = 0)
   WHERE name = 'leaf_chain_bytes';
 UPDATE counters SET value = (SELECT COALESCE(SUM(bytes), 0) FROM sessions)

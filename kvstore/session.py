@@ -17,9 +17,12 @@ from kvsnap.formats.errors import (
     DoesNotFit,
     EngineError,
     IndexDamaged,
+    NotAllStored,
     NotFound,
+    PartlyDone,
     SessionMoved,
     StoreError,
+    StoreFull,
     Unsupported,
     UsageError,
     Vanished,
@@ -30,10 +33,9 @@ from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_arr
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
-from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.match import Match, chain, longest_prefix
+from kvsnap.kvstore.match import Match, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.session_file import no_session
@@ -44,8 +46,6 @@ from kvsnap.kvstore.why import why_reuse_ended
 TRIES = 5
 """Of a save whose ground is moving; each failure is another process's removal, hence rare."""
 _Done = TypeVar("_Done")
-SLAB_BLOCKS = 8
-"""Blocks exported at once while saving: memory beyond the engine's stays at a few blocks."""
 
 
 class Session:
@@ -75,7 +75,7 @@ class Session:
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
         self._asked: TokenIds | None = None
-        self._written = _Written()
+        self._writer = ChainWriter(store, engine, self.root, self.codec)
         self._problems: list[str] = []
         self.stored: SessionFile | None = None
         self._version: Version = (0, "")
@@ -160,32 +160,17 @@ class Session:
 
         def put() -> None:
             with self.store.holds.lease() as lease:
-                self._put_filled(lease)
+                self._writer.put(self._writer.chain(), lease)
 
         _try_again(put)
-
-    def _put_filled(self, lease: Lease, *, check_all: bool = False) -> list[bytes]:
-        """Names of the filled blocks, all stored and leased now; `check_all` looks at the files of
-        those that the index has, too."""
-        ids, size = self.engine.token_ids(), self.store.block_size
-        wanted = chain(chain_names(self.root.key, ids, size), ids, size)
-        reachable = self.store.index.is_reachable
-        known = gallop(lambda number: reachable(wanted[number].name), len(wanted))
-        if known and not lease.keep(wanted[known - 1].name):
-            raise Vanished("a block was evicted before it could be leased", "save again")
-        missing = [
-            w for w in wanted[0 if check_all else known :] if not self.store.blocks.has(w.name)
-        ]
-        for first in range(0, len(missing), SLAB_BLOCKS):
-            self._put(missing[first : first + SLAB_BLOCKS], lease)
-        return [w.name for w in wanted]
 
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
         """Store what the engine holds; when this returns it survives a power cut.
 
         Raises `SessionMoved` (after storing it under another name, which is this session's from
-        then on) where somebody saved it meanwhile, `StoreError`s where the disk does not take it:
-        blocks written until then are kept and found by the next save.
+        then on) where somebody saved it meanwhile, `NotAllStored` (after storing it with the blocks
+        that fit) where the store is full, `StoreError`s where the disk does not take it: blocks
+        written until then are kept and found by the next save.
         """
 
         def save() -> SaveReport:
@@ -196,56 +181,74 @@ class Session:
 
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
         self._refuse_another_conversation()
-        names = self._put_filled(lease, check_all=True)
-        ids = self.engine.token_ids()
-        size = self.store.block_size
-        self.store.sync(names, self._written.names)
-        moved: SessionMoved | None = None
+        wanted = self._writer.chain()
+        stored, partly = len(wanted), list[PartlyDone]()
+        try:
+            self._writer.put(wanted, lease, check_all=True)
+        except StoreFull as full:
+            # The conversation itself is small: better saved with the blocks that fit than lost.
+            if self.name is None:
+                raise
+            stored = self._writer.stored(wanted)
+            partly.append(NotAllStored(stored, len(wanted), full))
+        self.store.sync([w.name for w in wanted[:stored]])
         if self.name is not None:
-            tail_start = len(names) * size
-            tail: Rows = self.engine.export(tail_start, len(ids)) if tail_start < len(ids) else {}
-            record = SessionRecord(
-                name=self.name,
-                tenant_id=self.tenant_id,
-                root_id=self.root.root_id,
-                identity=self.root.identity,
-                block_size=size,
-                revision=self._version[0],
-                token_ids=ids,
-                chain=tuple(names),
-                notes=dict(notes or {}),
-            )
             try:
-                # What was written, not what stands there by now: another process may have saved
-                # after us, and its version must not pass for ours.
-                self._hold(
-                    self.store.sessions.save(record, self.codec, self.layout, tail, self._version)
-                )
-                self.store.sessions.sync(record)
-            except SessionMoved as error:  # goes on as that: not one more session a save
-                moved = error
-                self.name = moved.stored_as
-                self._hold(moved.stored)
-            if pinned:
-                self.store.pins.pin_session(self.tenant_id, self.name)
-            self.engine.holder = (self.tenant_id, self.name)
+                self._save_session([w.name for w in wanted], notes, pinned)
+            except SessionMoved as moved:
+                partly.append(moved)
         self.store.index.write_notes()
-        written, self._written = self._written, _Written()
         report = SaveReport(
             session=self.name,
             revision=self._version[0],
-            tokens=len(ids),
-            blocks=len(names),
-            blocks_written=len(written.names),
-            bytes_written=written.bytes,
-            bytes_raw=written.raw,
+            tokens=len(self.engine.token_ids()),
+            blocks=len(wanted),
+            blocks_stored=stored,
+            blocks_written=len(self._writer.written),
+            bytes_written=sum(self._writer.written.values()),
+            bytes_raw=self._writer.raw,
             codec=self.codec.id,
             fidelity=EXACT,
         )
-        if moved is not None:
-            moved.report = report
-            raise moved
+        self._writer.start_anew()
+        if partly:
+            partly[-1].report = report
+            raise partly[-1]
         return report
+
+    def _save_session(
+        self, chain: Sequence[bytes], notes: Mapping[str, Any] | None, pinned: bool
+    ) -> None:
+        assert self.name is not None
+        ids, size = self.engine.token_ids(), self.store.block_size
+        start = len(chain) * size
+        tail: Rows = self.engine.export(start, len(ids)) if start < len(ids) else {}
+        record = SessionRecord(
+            name=self.name,
+            tenant_id=self.tenant_id,
+            root_id=self.root.root_id,
+            identity=self.root.identity,
+            block_size=size,
+            revision=self._version[0],
+            token_ids=ids,
+            chain=tuple(chain),
+            notes=dict(notes or {}),
+        )
+        sessions, moved = self.store.sessions, list[SessionMoved]()
+        try:
+            # What was written, not what stands there by now: another process may have saved after
+            # us, and its version must not pass for ours.
+            self._hold(sessions.save(record, self.codec, self.layout, tail, self._version))
+            sessions.sync(record)
+        except SessionMoved as error:  # goes on as that: not one more session a save
+            moved.append(error)
+            self.name = error.stored_as
+            self._hold(error.stored)
+        if pinned:
+            self.store.pins.pin_session(self.tenant_id, self.name)
+        self.engine.holder = (self.tenant_id, self.name)
+        if moved:
+            raise moved[0]
 
     def _refuse_another_conversation(self) -> None:
         """Two sessions on one engine: none must be stored with the other's tokens, or with none.
@@ -331,19 +334,6 @@ class Session:
         assert self.stored is not None
         return self.stored.record.tail_start
 
-    def _put(self, slab: Sequence[Wanted], lease: Lease) -> None:
-        start, stop = slab[0].start, slab[-1].start + self.store.block_size
-        rows = self.engine.export(start, stop)
-        for wanted in slab:
-            low = wanted.start - start
-            own = {
-                name: array[:, low : low + self.store.block_size] for name, array in rows.items()
-            }
-            size = self.store.blocks.put(self.root, wanted, self.codec, self.layout, own, lease)
-            if size:
-                raw = sum(array.nbytes for array in own.values())
-                self._written.names[wanted.name] = (size, raw)
-
     def _why(self, ids: TokenIds, reused: int, leave: int, damage: Sequence[str]) -> str:
         if reused == len(ids):
             return "whole prompt"
@@ -361,18 +351,3 @@ def _try_again(work: Callable[[], _Done]) -> _Done:
         with contextlib.suppress(IndexDamaged, Vanished):
             return work()
     return work()
-
-
-class _Written:
-    """What was written since the last save that was reported: name → (bytes, rows' bytes)."""
-
-    def __init__(self) -> None:
-        self.names: dict[bytes, tuple[int, int]] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for size, _ in self.names.values())
-
-    @property
-    def raw(self) -> int:
-        return sum(raw for _, raw in self.names.values())

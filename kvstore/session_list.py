@@ -11,6 +11,7 @@ import json
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +67,13 @@ def facts_of(record: SessionRecord) -> Facts:
         model=str(record.notes.get("model", "")),
         kind=str(record.notes.get("kind", "")),
     )
+
+
+def count_session(db: sqlite3.Connection, path: Path, size: int, record: SessionRecord) -> None:
+    """Inside the transaction that publishes a session file: its bytes count from now on. Its stamp
+    is known only afterwards (a rename changes it); until then the file is read when it is listed.
+    """
+    _write(db, path, "", size, int(time.time()), facts_of(record))
 
 
 def note_session(index: Index, path: Path, inode: int, record: SessionRecord) -> None:
@@ -173,17 +181,17 @@ def _parse(text: str) -> Facts | None:
 
 
 def _note(db: sqlite3.Connection, path: Path, status: os.stat_result, facts: Facts) -> None:
+    _write(db, path, stamp_of(status), _length(status), int(status.st_mtime), facts)
+
+
+def _write(
+    db: sqlite3.Connection, path: Path, stamp: str, size: int, saved: int, facts: Facts
+) -> None:
     db.execute(
         "INSERT INTO sessions VALUES (?, ?, ?, ?, ?) ON CONFLICT(path) DO UPDATE SET"
         " stamp = excluded.stamp, bytes = excluded.bytes, saved = excluded.saved,"
         " facts = excluded.facts",
-        (
-            pin_key(path),
-            stamp_of(status),
-            _length(status),
-            int(status.st_mtime),
-            json.dumps(asdict(facts)),
-        ),
+        (pin_key(path), stamp, size, saved, json.dumps(asdict(facts))),
     )
 
 

@@ -15,7 +15,7 @@ from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.session_file import no_session, read_session
-from kvsnap.kvstore.session_list import forget_session, note_session
+from kvsnap.kvstore.session_list import count_session, forget_session, note_session
 from kvsnap.kvstore.space import Space
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
@@ -143,6 +143,7 @@ class Sessions:
                 if occupied and started_from == (0, ""):
                     self.place.set_aside(path, "a session file that could not be read")
                 follow_pin(db, pin_key(path), record.chain)
+                count_session(db, path, packed.size, record)
                 room.publish(db, path)
         note_session(self.index, path, inode, record)
         return parse_session(memoryview(b"".join(packed.buffers)))

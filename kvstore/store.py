@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +22,7 @@ from kvsnap.kvstore.rebuild import fill_from_files
 from kvsnap.kvstore.session_list import SessionList, fill_sessions
 from kvsnap.kvstore.sessions import Sessions
 from kvsnap.kvstore.space import Space
+from kvsnap.kvstore.unfinished import fill_unfinished
 from kvsnap.kvstore.weights import FileDigests
 
 
@@ -69,25 +70,24 @@ class Store:
     def path(self) -> Path:
         return self.place.root
 
-    def sync(self, names: Sequence[bytes], own: Collection[bytes]) -> None:
+    def sync(self, names: Sequence[bytes]) -> None:
         """Bring a chain's files to the device, where they are not there yet, then their folders.
 
-        Files go in parallel; a folder's entry is synced after the files in it. `own` are blocks
-        that the caller wrote: after a failed fsync the kernel may drop the pages and let the next
-        one succeed, so those are removed, to be written anew. Nobody else's block is.
+        Files go in parallel; a folder's entry is synced after the files in it. After a failed fsync
+        the kernel may drop the pages and let the next one succeed, so blocks that it failed for are
+        noted, and written anew by the next save of any process.
         """
         rows = {name: self.index.find(name) for name in names}
         for name, row in rows.items():
-            if row is None or not row.reachable or self._size(name) != row.bytes:
+            gone = row is None or not row.reachable or self._size(name) != row.bytes
+            if gone or (row is not None and row.sync_failed):
                 raise Vanished("a block was removed while its session was saved", "save again")
         due = [name for name, row in rows.items() if row is not None and not row.synced]
         failed = files.sync(self.place.block(name) for name in due)
         if any(isinstance(error.__cause__, FileNotFoundError) for error in failed.values()):
             raise Vanished("a block was removed while its session was saved", "save again")
         if failed:
-            for name in due:
-                if name in own and self.place.block(name) in failed:
-                    self.blocks.remove(name, "it could not be brought to the device")
+            self.blocks.doubt([name for name in due if self.place.block(name) in failed])
             raise next(iter(failed.values()))
         if due:
             folders = {self.place.block(name).parent for name in due}
@@ -125,3 +125,4 @@ class Store:
         fill_from_files(self.place, db, self.progress)
         fill_sessions(self.place, db)
         fill_pins(self.place, db)
+        fill_unfinished(self.place, db)

@@ -2,6 +2,9 @@
 
 A file of a dead writer goes after a grace time and is counted until then. Age alone does not prove
 that a writer is dead (it may be stopped): the owner in the file's name must be gone as well.
+
+An eviction is unfinished too while its blocks have no row any more and their files are still there:
+their bytes are reserved under the block's name, so that whoever comes next can finish it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +25,9 @@ from kvsnap.kvstore.place import Place
 
 GRACE_SECONDS = 3600
 """Long enough that somebody who looks after a crash still finds what was being written."""
-_OURS = re.compile(r"([0-9a-f]{16})(\.[0-9a-f]{16}\.part|\.owner)")
+OURS = re.compile(r"([0-9a-f]{16})(\.[0-9a-f]{16}\.part|\.owner)")
 """Names in tmp/ that are kvsnap's; whatever else lies there is left alone."""
+_BLOCK = re.compile(r"[0-9a-f]{64}")
 
 
 def unfinished_name(owner: str) -> str:
@@ -45,9 +50,12 @@ class Unfinished:
             self.clean(list(self.over()))
 
     def over(self) -> Iterator[tuple[Path, int]]:
-        """Files of dead writers past the grace time, with their sizes."""
+        """Files of dead writers past the grace time and of dead evictions, with their sizes."""
+        for entry, owner, size in self._rows():
+            if _BLOCK.fullmatch(entry) and not self.owner.is_alive(owner):
+                yield self.place.block(bytes.fromhex(entry)), size
         for path, size, changed in files.sizes(self.place.temporary):
-            ours = _OURS.fullmatch(path.name)
+            ours = OURS.fullmatch(path.name)
             old = time.time() - changed > GRACE_SECONDS
             if ours and old and not self.owner.is_alive(ours[1]):
                 yield path, size
@@ -56,24 +64,84 @@ class Unfinished:
         """Delete them with their reservations; returns the bytes freed. Errors never matter."""
         freed = 0
         for path, size in paths:
-            with contextlib.suppress(OSError):
-                path.unlink()
-                freed += size
+            with contextlib.suppress(OSError, StoreError):
+                if path.parent == self.place.temporary:
+                    path.unlink()
+                    freed += size
+                    continue
+                with self.index.transaction() as db:
+                    gone = self.finish_eviction(db, bytes.fromhex(path.name.partition(".")[0]))
+                freed += size if gone else 0
         self.recount()
         return freed
 
+    def reserve_eviction(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
+        """Inside the transaction that deletes a block's row: its file still takes `size` bytes."""
+        row = (name.hex(), self.owner.id, size)
+        db.execute("INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?)", row)
+
+    def finish_eviction(self, db: sqlite3.Connection, name: bytes) -> bool:
+        """Inside a later transaction: delete the file, unless the block was stored again meanwhile.
+        Whether it went; one that is in use, or may not be deleted, stays counted."""
+        path = self.place.block(name)
+        again = db.execute("SELECT 1 FROM blocks WHERE name = ?", (name,)).fetchone()
+        if again is None and not _unlink(path) and files.file_size(path) is not None:
+            return False
+        db.execute("DELETE FROM unfinished WHERE path = ?", (name.hex(),))
+        return again is None
+
     def recount(self) -> None:
         """Make the reservations those of the files that are there and of live writers."""
-        there = {
-            path.name: size
-            for path, size, _ in files.sizes(self.place.temporary)
-            if _OURS.fullmatch(path.name) and size
-        }
         with contextlib.suppress(StoreError):
-            rows = dict(self.index.query("SELECT path, owner FROM unfinished"))
-            gone = [p for p, o in rows.items() if p not in there and not self.owner.is_alive(o)]
-            new = [(n, n.split(".")[0], size) for n, size in there.items() if n not in rows]
-            if gone or new:
+            if any(self._wrong()):
+                # Once more inside: a file that is published between listing and asking would stay
+                # reserved for as long as its writer lives.
                 with self.index.transaction() as db:
+                    gone, new = self._wrong()
                     db.executemany("DELETE FROM unfinished WHERE path = ?", [(p,) for p in gone])
                     db.executemany("INSERT OR IGNORE INTO unfinished VALUES (?, ?, ?)", new)
+
+    def _wrong(self) -> tuple[list[str], list[tuple[str, str, int]]]:
+        """(reservations for nothing, those that are missing)."""
+        there = _sizes(self.place)
+        rows = {path: owner for path, owner, _ in self._rows()}
+        gone = [
+            path
+            for path, owner in rows.items()
+            if path not in there and not self._evicted(path) and not self.owner.is_alive(owner)
+        ]
+        return gone, [(n, n.split(".")[0], size) for n, size in there.items() if n not in rows]
+
+    def _evicted(self, path: str) -> bool:
+        """Whether it is a block whose row went and whose file is still there."""
+        if not _BLOCK.fullmatch(path):
+            return False
+        name = bytes.fromhex(path)
+        there = files.file_size(self.place.block(name)) is not None
+        return there and not self.index.query("SELECT 1 FROM blocks WHERE name = ?", [name])
+
+    def _rows(self) -> list[tuple[str, str, int]]:
+        return self.index.query("SELECT path, owner, bytes FROM unfinished")
+
+
+def fill_unfinished(place: Place, db: sqlite3.Connection) -> None:
+    """Count what is in tmp/ while the index is built anew."""
+    rows = [(name, name.split(".")[0], size) for name, size in _sizes(place).items()]
+    db.executemany("INSERT OR IGNORE INTO unfinished VALUES (?, ?, ?)", rows)
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    """Name → length of what is ours in tmp/; locks have none."""
+    found = files.sizes(place.temporary)
+    return {path.name: size for path, size, _ in found if size and OURS.fullmatch(path.name)}
+
+
+def _unlink(path: Path) -> bool:
+    """Whether the file is gone now. One that is in use, or may not be deleted, is left for later."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

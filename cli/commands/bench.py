@@ -8,6 +8,7 @@ from kvsnap.cli.main import LazyGroup
 
 BENCHES = {
     "crossover": "From which length on restoring is cheaper than computing.",
+    "store": "What the size of a store costs: open, look-up, put, evict, stats, ls.",
 }
 """Name → one line of help; cli/commands/bench_NAME.py is imported when the command runs."""
 

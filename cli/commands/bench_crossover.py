@@ -24,7 +24,7 @@ Examples:
   kvsnap bench crossover --model m.gguf
   kvsnap bench crossover --model m.gguf --lengths 64,512,4096 --plot crossover.svg
 """
-WITHIN = 40.0
+WITHIN = 50.0
 """Seconds of computing with the lengths that are chosen here: about a minute with all the rest."""
 MAX_LENGTHS = 32
 TIERS = {

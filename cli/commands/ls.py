@@ -34,7 +34,7 @@ def command(app: App) -> None:
                 str(row["tokens"] if row["tokens"] is not None else "-"),
                 _blocks(row),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"])),
-                str(row["model"] or row["problem"] or "") + (", pinned" if row["pinned"] else ""),
+                _what(row),
             ]
             for row in rows
         ],
@@ -63,6 +63,11 @@ def _row(entry: Any) -> dict[str, Any]:
         "file": str(entry.path),
         "problem": facts.problem or None,
     }
+
+
+def _what(row: dict[str, Any]) -> str:
+    parts = [row["model"] or row["problem"], "pinned" if row["pinned"] else None]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _blocks(row: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from kvsnap.cli.main import App
 from kvsnap.formats.errors import (
     KvsnapError,
     PartlyDone,
-    SessionMoved,
     UsageError,
 )
 
@@ -145,8 +144,8 @@ def command(
             after = answered(made, loaded.engine, result.new_ids, result.ended)
             try:
                 loaded.session.save(after.notes(loaded.model))
-            except SessionMoved as moved:
-                problem, session = moved, moved.stored_as
+            except PartlyDone as partly:
+                problem, session = partly, loaded.session.name
             except KvsnapError as error:
                 problem = PartlyDone(f"answered, but not saved: {error.what}", error.hint)
         text = readable(made.open_bytes + loaded.engine.detokenize(result.new_ids))

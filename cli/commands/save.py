@@ -17,7 +17,7 @@ from kvsnap.cli.inputs import (
     store_options,
 )
 from kvsnap.cli.main import App
-from kvsnap.formats.errors import SessionMoved, UsageError
+from kvsnap.formats.errors import PartlyDone, UsageError
 
 if TYPE_CHECKING:
     from kvsnap.kvstore.reports import SaveReport
@@ -73,11 +73,11 @@ def command(
         writing = time.perf_counter()
         if loaded.session.replaces_another(made.token_ids):
             app.out.warn(f"session {session!r} held another conversation, which this one replaces")
-        moved: SessionMoved | None = None
+        partly: PartlyDone | None = None
         try:
             report = loaded.session.save(made.notes(loaded.model), pinned=pin)
-        except SessionMoved as error:
-            moved, report = error, cast("SaveReport", error.report)
+        except PartlyDone as error:
+            partly, report = error, cast("SaveReport", error.report)
     finally:
         loaded.close()
     done = time.perf_counter()
@@ -90,6 +90,7 @@ def command(
                 "reused_tokens": result.report.reused_tokens,
                 "computed_tokens": result.computed_tokens,
                 "blocks": report.blocks,
+                "blocks_stored": report.blocks_stored,
                 "blocks_written": report.blocks_written,
                 "bytes_written": report.bytes_written,
                 "bytes_raw": report.bytes_raw,
@@ -115,5 +116,5 @@ def command(
         f"prefill {units.seconds(result.seconds.prefill)},"
         f" restore {units.seconds(result.seconds.restore)}, write {units.seconds(done - writing)}"
     )
-    if moved is not None:
-        raise moved
+    if partly is not None:
+        raise partly

@@ -1,7 +1,8 @@
-"""`kvsnap show`: one session or block in full."""
+"""`kvsnap show`: one session or block in full, or the tree of shared prefixes."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,39 @@ import click
 from kvsnap.cli import units
 from kvsnap.cli.inputs import read_tenant, tenant_option
 from kvsnap.cli.main import App
-from kvsnap.formats.errors import NotFound
+from kvsnap.formats.errors import NotFound, UsageError
 
 
 @click.command("show")
-@click.argument("what", metavar="SESSION|BLOCK")
+@click.argument("what", metavar="SESSION|BLOCK", required=False)
+@click.option("--tree", is_flag=True, help="The tree of shared prefixes; without SESSION all.")
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(1, 100_000),
+    default=100,
+    show_default=True,
+    help="Nodes of the tree to show, the most reused first.",
+)
 @tenant_option
 @click.pass_obj
-def command(app: App, what: str, tenant_key_file: Path | None) -> None:
-    """Show one session, or the block whose name begins with BLOCK (4 or more digits)."""
+def command(
+    app: App, what: str | None, tree: bool, limit: int, tenant_key_file: Path | None
+) -> None:
+    """Show one session, or the block whose name begins with BLOCK (4 or more digits).
+
+    A node of the tree is a run of blocks without a branch: its positions, blocks and size, how many
+    requests reused it or what follows it, the name of its last block, and the sessions that end
+    in it.
+    """
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.inspect import describe_block, describe_session
 
+    if tree:
+        _tree(app, what, limit, tenant_id(read_tenant(tenant_key_file)))
+        return
+    if what is None:
+        raise UsageError("there is nothing to show", "name a session or block, or add --tree")
     with app.store() as store:
         try:
             found = describe_session(store, tenant_id(read_tenant(tenant_key_file)), what)
@@ -33,6 +55,22 @@ def command(app: App, what: str, tenant_key_file: Path | None) -> None:
         _session(app, found)
     else:
         _block(app, found)
+
+
+def _tree(app: App, what: str | None, limit: int, tenant: str) -> None:
+    from kvsnap.cli.draw_tree import draw
+    from kvsnap.kvstore.tree import Tree, deepest_block, read_tree
+
+    with app.store() as store:
+        block = deepest_block(store, tenant, what) if what is not None else None
+        empty = what is not None and block is None
+        tree = Tree((), 0) if empty else read_tree(store, limit, block)
+    if app.out.as_json:
+        app.out.json(dataclasses.asdict(tree))
+    for line in draw(tree):
+        app.out.text(line)
+    if not tree.nodes:
+        app.out.say(f"no block of {what!r} is stored" if what else "no blocks yet")
 
 
 def _session(app: App, found: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class Filled:
             stop = block.start + len(block.token_ids)
             own = {name: array[:, block.start : stop] for name, array in self.rows.items()}
             written += self.store.blocks.put(self.root, block, self.codec, self.layout, own)
-        self.store.sync(self.names, ())
+        self.store.sync(self.names)
         return written
 
 

@@ -69,14 +69,14 @@ def test_a_chain_whose_rows_vanish_during_a_save_is_synced_all_the_same(
     done = turn(store, StampedEngine(), IDS, "mine", save=False)
     real, emptied = store.sync, []
 
-    def empty_once(names: list[bytes], own: set[bytes]) -> None:
+    def empty_once(names: list[bytes]) -> None:
         if not emptied:
             emptied.append(True)
             with store.index.transaction() as db:
                 db.execute(
                     "DELETE FROM blocks WHERE start > 0 AND id = (SELECT MAX(id) FROM blocks)"
                 )
-        real(names, own)
+        real(names)
 
     monkeypatch.setattr(store, "sync", empty_once)
     done.session.save()

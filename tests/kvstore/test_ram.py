@@ -238,9 +238,10 @@ def test_plain_memory_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ram(1, pinned=True).memory.pinned is False, "asked for, and torch is not installed"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("gpu", [True, False])
 def test_pinned_memory_is_page_locked_where_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, at_once: bool
 ) -> None:
     asked: list[int] = []
 
@@ -262,7 +263,8 @@ def test_pinned_memory_is_page_locked_where_there_is_a_gpu(
     ids = some_ids(16)
     engine = StampedEngine(head_dim=12)
     root = root_of(engine.identity(SIZE, lambda path: ""))
-    ram = Ram(10**6, pinned=True)
+    ram = Ram(10**6, pinned=at_once)
+    ram.pin()
     ram.keep(record_of(blocks_of(ids, root)[0], root), engine.expected(ids))
     plane = 2 * SIZE * 2 * 12 * 2
     assert asked == ([plane, plane] if gpu else [])

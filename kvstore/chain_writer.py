@@ -1,0 +1,72 @@
+"""Store the filled blocks that an engine holds and the store lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvsnap.engines.base import Engine
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.errors import Vanished
+from kvsnap.formats.identity import Root
+from kvsnap.formats.names import chain_names
+from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.store import Store
+
+SLAB_BLOCKS = 8
+"""Blocks exported at once: memory beyond the engine's stays at a few blocks."""
+
+
+class ChainWriter:
+    """Writes for one engine under one root, and counts what it wrote since `start_anew`."""
+
+    def __init__(self, store: Store, engine: Engine, root: Root, codec: Codec) -> None:
+        self.store, self.engine, self.root, self.codec = store, engine, root, codec
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        self.written: dict[bytes, int] = {}
+        """Name → bytes of the file."""
+        self.raw = 0
+        """Bytes of the written blocks' rows, as the engine had them."""
+
+    def chain(self) -> list[Wanted]:
+        """The filled blocks of what the engine holds, stored or not."""
+        ids, size = self.engine.token_ids(), self.store.block_size
+        return chain(chain_names(self.root.key, ids, size), ids, size)
+
+    def stored(self, wanted: Sequence[Wanted]) -> int:
+        """How many of a chain's blocks the index has, from the front."""
+        reachable = self.store.index.is_reachable
+        return gallop(lambda number: reachable(wanted[number].name), len(wanted))
+
+    def put(self, wanted: Sequence[Wanted], lease: Lease, *, check_all: bool = False) -> None:
+        """Store and lease a whole chain; `check_all` looks at the files of those that the index has,
+        too. What was written before an error is kept, and found by the next try."""
+        known = self.stored(wanted)
+        if known and not lease.keep(wanted[known - 1].name):
+            raise Vanished("a block was evicted before it could be leased", "save again")
+        missing = [
+            w for w in wanted[0 if check_all else known :] if not self.store.blocks.has(w.name)
+        ]
+        for first in range(0, len(missing), SLAB_BLOCKS):
+            self._put(missing[first : first + SLAB_BLOCKS], lease)
+        last = wanted[-1].name if wanted else b""
+        if last != lease.name and not lease.keep(last):  # another process stored the end of it
+            raise Vanished("a block was evicted before it could be leased", "save again")
+
+    def _put(self, slab: Sequence[Wanted], lease: Lease) -> None:
+        start, stop = slab[0].start, slab[-1].start + self.store.block_size
+        rows = self.engine.export(start, stop)
+        layout = self.engine.layout
+        for wanted in slab:
+            low = wanted.start - start
+            own = {
+                name: array[:, low : low + self.store.block_size] for name, array in rows.items()
+            }
+            size = self.store.blocks.put(self.root, wanted, self.codec, layout, own, lease)
+            if size:
+                self.written[wanted.name] = size
+                self.raw += sum(array.nbytes for array in own.values())

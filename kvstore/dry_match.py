@@ -1,0 +1,131 @@
+"""What a resume would find of a prompt, without its side effects: nothing is loaded or set aside.
+
+It looks where `Session.resume` looks, in the same order, with an engine that holds nothing yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from kvsnap.formats.block import parse_block
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import Damaged, KvsnapError
+from kvsnap.formats.names import TokenIds, chain_names, common_prefix
+from kvsnap.kvstore import files
+from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.compare import difference
+from kvsnap.kvstore.match import Match, longest_prefix
+from kvsnap.kvstore.session import Session
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something stored that cannot be used. `block` is empty for a session's tail."""
+
+    block: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"block {self.block[:12]}: {self.reason}" if self.block else self.reason
+
+
+@dataclass(frozen=True)
+class Found:
+    """`tokens` at the front could be restored: from these blocks, of which the last may be cut,
+    and `tail` tokens from the session's own file. `names`: of all filled blocks of the prompt."""
+
+    tokens: int
+    blocks: tuple[Wanted, ...]
+    tail: int
+    names: list[bytes]
+    losses: tuple[Loss, ...]
+
+
+def dry_match(session: Session, ids: TokenIds, *, check: bool = False) -> Found:
+    """What is stored of `ids`, all but the last token. A file that is missing is noticed; what is
+    in the files only with `check`, which reads and decodes them."""
+    store, size = session.store, session.store.block_size
+    limit = max(0, len(ids) - 1)
+    names = chain_names(session.root.key, ids, size)
+    blocks = copy.copy(store.blocks)
+    blocks.misses = dict(store.blocks.misses)  # this look's verdicts must not outlive it
+    losses: list[Loss] = []
+    right: set[bytes] = set()
+    while True:
+        match = longest_prefix(blocks, session.root, names, ids, size, limit)
+        bad = _first_bad(session, match, right, check)
+        if bad is None:
+            break
+        name, reason = bad
+        blocks.misses[name] = reason
+        losses.append(Loss(name.hex(), reason))
+    depth = match.tokens // size
+    if depth < len(names) and names[depth] in store.blocks.misses:
+        losses.append(Loss(names[depth].hex(), store.blocks.misses[names[depth]]))
+    reach = _tail_reach(session, ids, match, limit, losses)
+    start = reach and _tail_start(session)
+    used = match.blocks[: start // size] if reach else match.blocks
+    return Found(max(match.tokens, reach), tuple(used), reach - start, names, tuple(losses))
+
+
+def _first_bad(
+    session: Session, match: Match, right: set[bytes], check: bool
+) -> tuple[bytes, str] | None:
+    for wanted in match.blocks:
+        if wanted.name not in right:
+            problem = _problem(session, wanted, check)
+            if problem is not None:
+                return wanted.name, problem
+            right.add(wanted.name)
+    return None
+
+
+def _problem(session: Session, wanted: Wanted, check: bool) -> str | None:
+    """Why a block's file cannot be used, as far as was looked. A file of another length than the
+    index says is read in any case: the file is believed, where it is whole."""
+    row = session.store.index.find(wanted.name)
+    path = session.store.place.block(wanted.name)
+    size = files.file_size(path)
+    if size is None:
+        return "the file is missing"
+    if not check and row is not None and row.bytes == size:
+        return None
+    try:
+        buffer = files.read_whole(path)
+        check_file_digest(buffer)
+        block = parse_block(buffer)
+        block.check_content()
+    except KvsnapError as error:
+        return error.what
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return difference(block.record, session.root, wanted)
+
+
+def _tail_reach(
+    session: Session, ids: TokenIds, match: Match, limit: int, losses: list[Loss]
+) -> int:
+    """How far the session's own tail brings the prompt, if further than blocks do; else 0."""
+    if session.stored is None:
+        return 0
+    record, root = session.stored.record, session.root
+    if (record.root_id, record.identity) != (root.root_id, root.identity):
+        return 0
+    start = record.tail_start
+    common = min(common_prefix(record.token_ids, ids), limit)
+    if match.tokens // session.store.block_size * session.store.block_size < start:
+        return 0
+    if common <= max(match.tokens, start):
+        return 0
+    try:
+        session.stored.tail_rows()
+    except Damaged as error:
+        losses.append(Loss("", f"tail of session {record.name!r}: {error.what}"))
+        return 0
+    return common
+
+
+def _tail_start(session: Session) -> int:
+    assert session.stored is not None
+    return session.stored.record.tail_start

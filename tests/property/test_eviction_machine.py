@@ -1,0 +1,382 @@
+"""A store within a budget against a plain model: the files that are there, and what must be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvsnap.formats.errors import NotAllStored, StoreFull
+from kvsnap.formats.names import chain_names
+from kvsnap.kvstore import holds, pins
+from kvsnap.kvstore.gc import gc
+from kvsnap.kvstore.holds import LEASE_SECONDS, Lease
+from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.verify import verify_store
+from kvsnap.testing.recount import assert_closed, assert_counts, disk_bytes, stored_blocks
+from kvsnap.testing.stamped import StampedEngine
+
+BLOCK = 4
+CAPACITY = 22_000
+"""Some seven blocks and three session files."""
+LARGEST = 5_000
+"""No file of these tests is larger."""
+# Two ids, in runs: prompts share prefixes, branch inside blocks and come back together.
+PROMPTS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6)), min_size=1, max_size=6).map(
+    lambda runs: [token for token, length in runs for _ in range(length)]
+)
+NAMES = st.sampled_from(["a", "b", "c", None])
+SESSIONS = st.sampled_from(["a", "b", "c"])
+SECONDS = st.sampled_from([None, None, 50, 500])
+NUMBERS = st.integers(0, 10**6)
+CAPACITIES = st.sampled_from([1, 6_000, 10_000, 14_000, 18_000])
+
+
+class Clock:
+    """Stands in for the `time` module where pins and leases ask for the time."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    """The disk says which blocks are there; `put` are those that ever were stored.
+
+    `pinned` and `leased` are blocks that must not go, with the time until which that holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        where = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+        self.folder = Path(tempfile.mkdtemp(prefix="kvsnap-test-", dir=where))
+        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "0"})
+        (self.folder / "kvsnap.json").write_text(text)
+        self.clock = Clock()
+        self.patches = contextlib.ExitStack()
+        for module in (holds, pins):
+            self.patches.enter_context(mock.patch.object(module, "time", self.clock))
+        self.crashed: list[Store] = []
+        self.engine = StampedEngine(capacity=64, batch=5)
+        self.put: dict[bytes, tuple[int, ...]] = {}
+        self.sessions: dict[str, list[int]] = {}
+        self.pinned: dict[object, tuple[set[bytes], float]] = {}
+        self.leased: list[tuple[Any, Lease, set[bytes], float]] = []
+        self.uncounted: set[bytes] = set()
+        self.evicted = 0
+        self.store = self._open()
+        self.root = Session(self.store, self.engine).root
+
+    def teardown(self) -> None:
+        report = verify_store(self.store)
+        assert (report.bad, report.unreachable) == ([], [])
+        for context, *_ in self.leased:
+            context.__exit__(None, None, None)
+        self.store.close()
+        self.patches.close()
+        shutil.rmtree(self.folder)
+
+    @rule(prompt=PROMPTS, name=NAMES, save=st.booleans())
+    def take_a_turn(self, prompt: list[int], name: str | None, save: bool) -> None:
+        self.engine = StampedEngine(capacity=64, batch=5)
+        session = Session(self.store, self.engine, name, codec="raw")
+        expected = self._expected(prompt, name)
+        report = session.resume(prompt)
+        assert (report.reused_tokens, report.damage) == (expected, ())
+        self.engine.evaluate(np.array(prompt[report.reused_tokens :], np.uint32))
+        self.engine.check_rows()
+        assert self.engine.token_ids().tolist() == prompt
+        assert self.engine.evaluated == len(prompt) - expected
+        if save:
+            self._save(session, prompt)
+
+    @precondition(lambda self: self.sessions)
+    @rule(name=SESSIONS, more=PROMPTS)
+    def go_on_with_a_session(self, name: str, more: list[int]) -> None:
+        """Its blocks may have gone; its ids have not, and what is recomputed is stored again."""
+        ids = self.sessions.get(name, [])
+        if ids:
+            stored = Session(self.store, self.engine, name).stored_token_ids()
+            assert stored.tolist() == ids
+            self.take_a_turn((ids + more)[:40], name, True)
+
+    @rule(name=SESSIONS, seconds=SECONDS)
+    def pin_a_session(self, name: str, seconds: float | None) -> None:
+        if name in self.sessions:
+            chain = self._stored_chain(self.sessions[name])
+            with self._room_or_full(chain):
+                self.store.pins.pin_session(self._tenant(), name, seconds)
+                self.pinned[name] = (set(chain), self._until(seconds))
+
+    @rule(number=NUMBERS, seconds=SECONDS)
+    def pin_a_block(self, number: int, seconds: float | None) -> None:
+        name = self._some_block(number)
+        if name is not None:
+            chain = self._chain_to(name)
+            with self._room_or_full(chain):
+                self.store.pins.pin_block(name, seconds)
+                self.pinned[name] = (set(chain), self._until(seconds))
+
+    @precondition(lambda self: self.pinned)
+    @rule(number=NUMBERS)
+    def unpin(self, number: int) -> None:
+        what = sorted(self.pinned, key=str)[number % len(self.pinned)]
+        if isinstance(what, bytes):
+            self.store.pins.unpin_block(what)
+        else:
+            self.store.pins.unpin_session(self._tenant(), str(what))
+        del self.pinned[what]
+
+    @rule(number=NUMBERS)
+    def take_a_lease(self, number: int) -> None:
+        name = self._some_block(number)
+        if name is not None:
+            context = self.store.holds.lease()
+            lease = context.__enter__()
+            assert lease.keep(name)
+            until = self.clock.now + LEASE_SECONDS
+            self.leased.append((context, lease, set(self._chain_to(name)), until))
+
+    @precondition(lambda self: self.leased)
+    @rule(number=NUMBERS)
+    def end_a_lease(self, number: int) -> None:
+        context, *_ = self.leased.pop(number % len(self.leased))
+        context.__exit__(None, None, None)
+
+    @rule(seconds=st.sampled_from([10, 100, 1000]))
+    def let_time_pass(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self._forget_expired()
+
+    @rule(capacity=CAPACITIES, other=st.booleans())
+    def collect(self, capacity: int, other: bool) -> None:
+        """What a dry run says is what then happens, to the byte."""
+        before, held = self._files(), self._held()
+        with self._open(capacity) as store:
+            planned = gc(store, dry_run=True)
+            assert self._files() == before
+            done = gc(store)
+            assert not done.dry_run
+            assert vars(planned) == {**vars(done), "dry_run": True, "adopted": planned.adopted}
+            assert planned.adopted == len(self.uncounted)
+        self.uncounted.clear()
+        after = self._files()
+        gone = {path: size for path, size in before.items() if path not in after}
+        self.evicted += done.evicted
+        assert done.freed_bytes == sum(gone.values())
+        assert done.kept_bytes == sum(after.values()) == disk_bytes(self.store.place)
+        assert done.evicted == sum(path.parts[0] == "blocks" for path in gone)
+        assert done.short_bytes == max(0, done.kept_bytes - capacity)
+        if done.short_bytes:
+            assert set(stored_blocks(self.store.place)) == held, "all that may go went"
+
+    @rule(name=SESSIONS)
+    def remove_a_session(self, name: str) -> None:
+        if name in self.sessions:
+            self.store.sessions.remove(self._tenant(), name)
+            del self.sessions[name]
+            self.pinned.pop(name, None)
+
+    @rule(how=st.sampled_from(["idle", "writing", "evicting", "publishing"]), number=NUMBERS)
+    def crash(self, how: str, number: int) -> None:
+        """The process is gone: its lock with it, its rows not; another one goes on."""
+        if how == "writing":
+            with contextlib.suppress(StoreFull):
+                room = self.store.space._reserve(3_000)
+                room.path.write_bytes(bytes(3_000))
+        elif how == "evicting":
+            eviction = self.store.space.eviction
+            plan = eviction.plan(number % 9_000)
+            with self.store.index.transaction() as db:
+                self.evicted += sum(eviction._let_go(db, victim) for victim in plan.blocks)
+        elif how == "publishing":
+            self._publish_without_commit(number)
+        self.store.index.close()
+        self.store.owner.forget()
+        self.leased.clear()
+        self.store = self._open()
+
+    @rule()
+    def reopen(self) -> None:
+        for context, *_ in self.leased:
+            context.__exit__(None, None, None)
+        self.leased.clear()
+        self.store.close()
+        self.store = self._open()
+
+    @rule()
+    def delete_the_index(self) -> None:
+        """It is built anew from the files. Leases end with it, as they stand nowhere else."""
+        self.store.index.close()
+        for file in self.folder.glob("index.sqlite3*"):
+            file.unlink()
+        self.leased.clear()
+        self.uncounted.clear()
+
+    @invariant()
+    def nothing_stands_without_what_it_stands_on(self) -> None:
+        assert_closed(self.store)
+
+    @invariant()
+    def every_count_is_what_a_recount_gives(self) -> None:
+        if not self.uncounted:
+            assert_counts(self.store)
+
+    @invariant()
+    def the_budget_is_kept(self) -> None:
+        there = stored_blocks(self.store.place)
+        more = sum(size for name, (_, size) in there.items() if name in self.uncounted)
+        assert disk_bytes(self.store.place) <= CAPACITY + more
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        assert self._held() <= set(stored_blocks(self.store.place))
+
+    @invariant()
+    def every_session_that_was_saved_is_listed_with_what_is_left_of_it(self) -> None:
+        listed = {entry.facts.name: entry for entry in self.store.listing}
+        assert sorted(listed) == sorted(self.sessions)
+        for name, ids in self.sessions.items():
+            assert listed[name].facts.tokens == len(ids)
+            assert listed[name].facts.blocks == len(ids) // BLOCK
+            assert listed[name].stored_blocks == len(self._stored_chain(ids))
+
+    @invariant()
+    def while_nothing_was_evicted_all_that_was_put_is_there(self) -> None:
+        there = set(stored_blocks(self.store.place))
+        assert there <= set(self.put)
+        if not self.evicted:
+            assert there == set(self.put)
+
+    def _open(self, capacity: int = CAPACITY) -> Store:
+        return Store(self.folder, capacity=capacity, min_free="0")
+
+    def _save(self, session: Session, ids: list[int]) -> None:
+        names = self._names(ids)
+        self._forget_expired()
+        evicted, before = self._evicted_blocks(), set(stored_blocks(self.store.place))
+        stored = len(names)
+        with self._room_or_full(names):
+            try:
+                report = session.save()
+                assert (report.blocks, report.blocks_stored) == (stored, stored)
+                assert report.blocks_written == len(set(names) - before)
+            except NotAllStored as partly:
+                self._assert_full(names)
+                stored = partly.report.blocks_stored  # type: ignore[attr-defined]
+                assert stored < len(names)
+            if session.name is not None:
+                self.sessions[session.name] = ids
+                if session.name in self.pinned:
+                    _, until = self.pinned[session.name]
+                    self.pinned[session.name] = (set(names[:stored]), until)
+        there = stored_blocks(self.store.place)
+        for n, name in enumerate(names):
+            if name in there:
+                self.put[name] = tuple(ids[: (n + 1) * BLOCK])
+                self.uncounted.discard(name)
+        self.evicted += self._evicted_blocks() - evicted
+
+    @contextlib.contextmanager
+    def _room_or_full(self, chain: list[bytes]) -> Any:
+        """`StoreFull` is right only where all else is held, by others or by this very call."""
+        try:
+            yield
+        except StoreFull:
+            self._assert_full(chain)
+
+    def _assert_full(self, chain: list[bytes]) -> None:
+        held = self._held() | set(chain)
+        blocks = stored_blocks(self.store.place)
+        may_go = sum(size for name, (_, size) in blocks.items() if name not in held)
+        assert disk_bytes(self.store.place) - may_go + LARGEST > CAPACITY
+
+    def _publish_without_commit(self, number: int) -> None:
+        """What is left of a writer that was killed between the rename and the row: a file."""
+        leaves = self.store.index.query(
+            "SELECT name FROM blocks WHERE children = 0 AND holds = 0 ORDER BY name"
+        )
+        if leaves:
+            (name,) = leaves[number % len(leaves)]
+            with self.store.index.transaction() as db:
+                db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+            self.uncounted.add(name)
+
+    def _expected(self, prompt: list[int], name: str | None) -> int:
+        """How many tokens the files on the disk, and the session's own tail, must give."""
+        there = [self.put[n] for n in stored_blocks(self.store.place) if n not in self.uncounted]
+        front = max((_common(ids, prompt) for ids in there), default=0)
+        own = self.sessions.get(name or "", [])
+        tail = _common(own, prompt)
+        start = len(own) // BLOCK * BLOCK
+        if tail > start and front >= start:
+            front = max(front, tail)
+        return min(front, len(prompt) - 1)
+
+    def _names(self, ids: list[int]) -> list[bytes]:
+        return chain_names(self.root.key, np.array(ids, np.uint32), BLOCK)
+
+    def _stored_chain(self, ids: list[int]) -> list[bytes]:
+        there = set(stored_blocks(self.store.place)) - self.uncounted
+        names = self._names(ids)
+        return names[: next((n for n, name in enumerate(names) if name not in there), len(names))]
+
+    def _chain_to(self, name: bytes) -> list[bytes]:
+        return self._names(list(self.put[name]))
+
+    def _some_block(self, number: int) -> bytes | None:
+        names = sorted(set(stored_blocks(self.store.place)) - self.uncounted)
+        return names[number % len(names)] if names else None
+
+    def _held(self) -> set[bytes]:
+        self._forget_expired()
+        held = [blocks for blocks, _ in self.pinned.values()]
+        held += [blocks for _, _, blocks, _ in self.leased]
+        return set().union(*held)
+
+    def _forget_expired(self) -> None:
+        """An expired pin keeps its file until it is removed; here it is as if there were none."""
+        for what, (_, until) in list(self.pinned.items()):
+            if until < self.clock.now:
+                self.pinned[what] = (set(), until)
+        for entry in [entry for entry in self.leased if entry[3] < self.clock.now]:
+            self.leased.remove(entry)
+
+    def _until(self, seconds: float | None) -> float:
+        return float("inf") if seconds is None else int(self.clock.now + seconds)
+
+    def _evicted_blocks(self) -> int:
+        sql = "SELECT value FROM counters WHERE name = 'evicted_blocks'"
+        return int(self.store.index.query(sql)[0][0])
+
+    def _tenant(self) -> str:
+        return Session(self.store, self.engine).tenant_id
+
+    def _files(self) -> dict[Path, int]:
+        """All files that the budget counts, and pins."""
+        files = [p for p in self.folder.rglob("*") if p.is_file() and p.suffix != ".owner"]
+        found = {p.relative_to(self.folder): p.stat().st_size for p in files}
+        kinds = ("blocks", "sessions", "tmp", "quarantine")
+        return {path: size for path, size in found.items() if path.parts[0] in kinds}
+
+
+def _common(one: Any, other: Any) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+TestEviction = EvictionMachine.TestCase
+TestEviction.settings = settings(max_examples=300, stateful_step_count=15, deadline=None)
