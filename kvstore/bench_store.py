@@ -39,7 +39,7 @@ class Timing:
 @dataclass(frozen=True, kw_only=True)
 class StoreBench:
     """`timings`: open, look_up_* (hashing the names and search), search_*, put, put_full (evicts),
-    evict, stats, ls, gc_plan. Peaks are of whole processes; None where the system does not say."""
+    evict, stats, ls, plan (of 1,000 evictions), gc (a dry run). Peaks are of whole processes; None where the system does not say."""
 
     built: Built
     build_seconds: float

@@ -25,6 +25,7 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.index import FAILED, Index, Row
 from kvsnap.kvstore.place import Place
+from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.space import Space
 
 _SCRATCH = files.Scratch()
@@ -56,14 +57,21 @@ Fits = Callable[[BlockRecord], None]
 class Blocks:
     """Put and read block files of one store. Safe for threads and processes."""
 
-    def __init__(self, place: Place, index: Index, space: Space) -> None:
-        self.place, self.index, self.space = place, index, space
+    def __init__(self, place: Place, index: Index, space: Space, ram: Ram | None = None) -> None:
+        self.place, self.index, self.space, self.ram = place, index, space, ram
         self.misses: dict[bytes, str] = {}
         """Verdicts of this process: a block that failed once is not looked for again until it is
         stored again. Without it a read-only store would offer the same damaged block for ever."""
         self._seen: set[bytes] = set()
         """Blocks that this process wrote, or read whole and right."""
         self._doubtful: set[bytes] = set()
+
+    def offers(self, name: bytes) -> bool:
+        """Whether a block can be read, as far as index, memory and verdicts tell. True for all
+        blocks before one that it is true for, and so good for galloping."""
+        if self.ram is not None and name in self.ram:
+            return True
+        return self.index.is_reachable(name)
 
     def has(self, name: bytes) -> bool:
         """Row and file of the recorded size: what a save may leave out."""
@@ -150,6 +158,8 @@ class Blocks:
         `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
         the file must then begin with them and its name must follow from all its ids.
         """
+        if self.ram is not None and self.ram.read_into(root, wanted, layout, out, tokens):
+            return
         block = self._load(root, wanted, layout)
         count = len(block.record.token_ids)
         try:

@@ -70,3 +70,6 @@ class ChainWriter:
             if size:
                 self.written[wanted.name] = size
                 self.raw += sum(array.nbytes for array in own.values())
+        ram = self.store.blocks.ram
+        if ram is not None:
+            ram.keep_chain(self.root, slab, rows, start)

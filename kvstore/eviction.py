@@ -115,7 +115,7 @@ class Eviction:
                 going = [victim for victim in batch if self._let_go(db, victim)]
             with self.index.transaction() as db:
                 for victim in going:
-                    if self.unfinished.finish_eviction(db, victim.name) and victim.bytes:
+                    if self.unfinished.finish(db, victim.name) and victim.bytes:
                         freed.blocks.append(victim.name)
                         freed.bytes += victim.bytes
             progress(min(at + BATCH, len(plan.blocks)), len(plan.blocks))
@@ -135,7 +135,7 @@ class Eviction:
         if row is None:
             return False
         db.execute("DELETE FROM blocks WHERE id = ?", (victim.number,))
-        self.unfinished.reserve_eviction(db, victim.name, victim.bytes)
+        self.unfinished.note_block(db, victim.name, victim.bytes)
         if row[0] is None:
             db.execute("UPDATE counters SET value = value + 1 WHERE name = 'evicted_blocks'")
         return True

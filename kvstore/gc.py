@@ -101,9 +101,10 @@ def _compare(store: Store) -> tuple[int, int]:
     for found in sorted(orphans, key=lambda orphan: orphan.record.start):
         with store.index.transaction() as db:
             row = store.index.find(found.record.name)
-            # Else its writer has just added it, or another gc has adopted and evicted it.
+            # Else its writer has just added it, or another gc has adopted and evicted it, or is at it.
             still = files.file_size(store.place.block(found.record.name)) == found.size
-            if still and (row is None or row.lost):
+            going = store.space.unfinished.is_going(db, found.record.name)
+            if still and not going and (row is None or row.lost):
                 adopt(store.index, db, found)
                 adopted += 1
     return adopted, vanished

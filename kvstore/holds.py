@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvsnap.formats.errors import StoreError
+from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.locks import Owner
 
@@ -118,12 +119,15 @@ def set_pin(db: sqlite3.Connection, key: str, until: float, block: bytes | None)
 
 
 def follow_pin(db: sqlite3.Connection, key: str, chain: Sequence[bytes]) -> None:
-    """Inside a transaction: a session that is pinned was saved with this chain."""
-    db.execute(
-        "UPDATE holds SET block = (SELECT id FROM blocks WHERE name = ?)"
-        " WHERE kind = 'pin' AND owner = ?",
-        (chain[-1] if chain else None, key),
-    )
+    """Inside a transaction: a session that is pinned was saved with this chain. In a full store its
+    end may be missing: the pin then stands on the deepest block that is there."""
+    pinned = "SELECT id FROM holds WHERE kind = 'pin' AND owner = ?"
+    if not db.execute(pinned, (key,)).fetchall():
+        return
+    sql = "SELECT id FROM blocks WHERE name = ? AND reachable = 1"
+    depth = gallop(lambda number: bool(db.execute(sql, (chain[number],)).fetchall()), len(chain))
+    block = db.execute(sql, (chain[depth - 1],)).fetchone()[0] if depth else None
+    db.execute("UPDATE holds SET block = ? WHERE kind = 'pin' AND owner = ?", (block, key))
 
 
 def end_pin(db: sqlite3.Connection, key: str) -> None:

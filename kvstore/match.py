@@ -49,7 +49,7 @@ def longest_prefix(
     whole = min(len(names), limit // block_size)
     if blocks.misses:  # the index need not know of them, and galloping could jump over one
         whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
-    depth = gallop(lambda number: blocks.index.is_reachable(names[number]), whole)
+    depth = gallop(lambda number: blocks.offers(names[number]), whole)
     wanted = chain(names, token_ids, block_size, depth)
     tokens = depth * block_size
     if tokens < limit:

@@ -33,6 +33,7 @@ from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_arr
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.break_even import key_of
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import Match, longest_prefix
@@ -74,6 +75,10 @@ class Session:
             raise Unsupported("engines whose rows are whole pages are not handled yet")
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
+        self._speed_key = key_of(self.root.identity)
+        self._not_worth_it = ""
+        if store.blocks.ram is not None and engine.on_gpu:
+            store.blocks.ram.pin()
         self._asked: TokenIds | None = None
         self._writer = ChainWriter(store, engine, self.root, self.codec)
         self._problems: list[str] = []
@@ -118,6 +123,7 @@ class Session:
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         damage: list[str] = self._problems[:]
+        self._not_worth_it = ""
         with self.store.holds.lease() as lease:
             reused = self._restore(ids, limit, held, damage, lease)
             whole = ids[: reused // self.store.block_size * self.store.block_size]
@@ -137,7 +143,8 @@ class Session:
         """Load what is stored beyond the `held` tokens; how many the engine holds afterwards."""
         while True:
             match, tail = self._best(ids, limit, damage)
-            if max(match.tokens, tail) <= held:
+            reusable = max(match.tokens, tail)
+            if reusable <= held or not self._is_worth_it(match, held, reusable, len(ids)):
                 return held
             if match.blocks:
                 lease.keep(match.blocks[-1].name, wait=False)
@@ -145,12 +152,24 @@ class Session:
             if missed is not None:
                 damage.append(missed)
                 continue
+            if self.store.blocks.ram is not None:
+                self.store.blocks.ram.keep_chain(self.root, match.blocks, landing.rows, held)
             try:
                 self.engine.load(landing, ids[:filled])
             except EngineError as error:
                 damage.append(error.what)
                 return common_prefix(self.engine.token_ids(), ids)
             return filled
+
+    def _is_worth_it(self, match: Match, held: int, reusable: int, prompt_tokens: int) -> bool:
+        """Whether restoring is not clearly slower than computing, where that was measured here."""
+        ram = self.store.blocks.ram
+        from_memory = ram is not None and all(block.name in ram for block in match.blocks)
+        verdict = self.store.break_even.worth(
+            self._speed_key, held, reusable, prompt_tokens, "memory" if from_memory else "disk"
+        )
+        self._not_worth_it = verdict.reason
+        return verdict.worth
 
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
@@ -341,6 +360,8 @@ class Session:
             return "whole prompt: the last token is always computed"
         if damage:
             return f"damaged: {damage[-1]}"
+        if self._not_worth_it:
+            return self._not_worth_it
         record = self.stored.record if self.stored else None
         return why_reuse_ended(self.store, self.root, self.tenant, ids, reused, record)
 

@@ -103,7 +103,8 @@ class SessionList:
 
     def __iter__(self) -> Iterator[Listed]:
         """All sessions of all tenants, damaged ones with their problem."""
-        pins = dict(self.index.query("SELECT owner, until FROM holds WHERE kind = 'pin'"))
+        sql = "SELECT owner, until FROM holds WHERE kind = 'pin' AND until >= ?"
+        pins = dict(self.index.query(sql, [time.time()]))
         for path, status, facts in self.refresh():
             yield Listed(
                 path=path,

@@ -29,21 +29,26 @@ TRIES = 8
 
 @dataclass
 class Room:
-    """A reserved place in tmp/ for one file."""
+    """A reserved place in tmp/ for one file; `block`: the name, where it is a block's."""
 
     path: Path
+    block: bytes | None = None
     published: bool = False
 
     def publish(self, db: sqlite3.Connection, target: Path) -> None:
         """Inside a transaction, and last in it: rename the file to where it belongs. What fails
         before leaves no file that the caller does not know of."""
-        db.execute("DELETE FROM unfinished WHERE path = ?", (self.path.name,))
+        self.end(db)
         with files.store_errors(target):
             try:
                 self.path.replace(target)
             except FileNotFoundError as error:  # stopped for an hour, and cleaned away meanwhile
                 raise Vanished("the file being written went from tmp/", "save again") from error
         self.published = True
+
+    def end(self, db: sqlite3.Connection) -> None:
+        rows = [(self.path.name,), *([(self.block.hex(),)] if self.block else [])]
+        db.executemany("DELETE FROM unfinished WHERE path = ?", rows)
 
 
 class Space:
@@ -66,14 +71,17 @@ class Space:
         return int(found) + sum(size for _, size, _ in files.sizes(self.place.quarantine))
 
     @contextlib.contextmanager
-    def write(self, packed: Packed) -> Iterator[Room]:
+    def write(self, packed: Packed, block: bytes | None = None) -> Iterator[Room]:
         """Make room for a file, write it to tmp/ and yield it to publish. Nothing is left behind.
+
+        A block's name is noted too: killed between rename and row, its file must not outlive the
+        block before it, which nothing protects without the row.
 
         Raises `StoreFull` before anything is written where there is no room to be made.
         """
         write_settings(self.place)
         self.unfinished.clean_once()
-        room, kept = self._reserve(packed.size), False
+        room, kept = self._reserve(packed.size, block), False
         try:
             files.write_file(room.path, packed)
             yield room
@@ -82,20 +90,22 @@ class Space:
             if not kept:
                 self._give_back(room)
 
-    def _reserve(self, size: int) -> Room:
+    def _reserve(self, size: int, block: bytes | None = None) -> Room:
         limit = self.budget.capacity
         if limit is not None and size > limit:
             raise StoreFull(
                 f"one file of {size} bytes is more than the store's capacity of {limit}",
                 "raise it: --capacity, KVSNAP_CAPACITY or kvsnap.json",
             )
-        room = Room(self.place.temporary / unfinished_name(self.holds.owner.id))
+        room = Room(self.place.temporary / unfinished_name(self.holds.owner.id), block)
         for _ in range(TRIES):
             with self.index.transaction() as db:
                 need = self.missing(size)
                 if need <= 0:
                     row = (room.path.name, self.holds.owner.id, size)
                     db.execute("INSERT INTO unfinished VALUES (?, ?, ?)", row)
+                    if block is not None:
+                        self.unfinished.note_block(db, block, 0)
                     return room
             if not self.eviction.make_room(need):
                 break
@@ -124,4 +134,6 @@ class Space:
         with contextlib.suppress(OSError):
             room.path.unlink()
         with contextlib.suppress(StoreError), self.index.transaction() as db:
-            db.execute("DELETE FROM unfinished WHERE path = ?", (room.path.name,))
+            room.end(db)
+            if room.published and room.block is not None:  # and its row could not be written
+                self.unfinished.finish(db, room.block)

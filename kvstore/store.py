@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,13 +12,16 @@ from kvsnap.formats.errors import Damaged, Vanished
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
-from kvsnap.kvstore.budget import budget
+from kvsnap.kvstore.break_even import BreakEven
+from kvsnap.kvstore.break_even import read as read_break_even
+from kvsnap.kvstore.budget import budget, parse_size
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.locks import Owner
 from kvsnap.kvstore.mounts import refuse_network_file_system
 from kvsnap.kvstore.pins import Pins, fill_pins
 from kvsnap.kvstore.place import Place, default_path, read_settings
+from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.rebuild import fill_from_files
 from kvsnap.kvstore.session_list import SessionList, fill_sessions
 from kvsnap.kvstore.sessions import Sessions
@@ -31,7 +35,8 @@ class Store:
 
     `path` defaults to KVSNAP_STORE or the platform's user cache folder. Any number of threads and
     processes may use one folder. `capacity` and `min_free` are sizes like "20GB" (see budget.py for
-    where else they may come from). Raises `StoreError` where the folder cannot be one and
+    where else they may come from); `ram` is the size of a tier of decoded blocks in memory, for a
+    process that resumes again and again. Raises `StoreError` where the folder cannot be one and
     `Unsupported` for another format version.
     """
 
@@ -41,6 +46,7 @@ class Store:
         *,
         capacity: str | int | None = None,
         min_free: str | int | None = None,
+        ram: str | int | None = None,
     ) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
@@ -60,11 +66,17 @@ class Store:
         self.owner = Owner(self.place.temporary)
         self.holds = Holds(self.index, self.owner)
         self.space = Space(self.place, self.index, self.holds, self.budget)
-        self.blocks = Blocks(self.place, self.index, self.space)
+        tier = Ram(parse_size(ram)) if ram is not None else None
+        self.blocks = Blocks(self.place, self.index, self.space, tier)
         self.sessions = Sessions(self.place, self.index, self.space)
         self.pins = Pins(self.place, self.index, self.sessions, self.space)
         self.listing = SessionList(self.place, self.index)
         self.file_digest = FileDigests(self.index)
+
+    @functools.cached_property
+    def break_even(self) -> BreakEven:
+        """From which length on restoring pays, as `kvsnap bench crossover` measured it here."""
+        return read_break_even(self.place)
 
     @property
     def path(self) -> Path:

@@ -3,8 +3,9 @@
 A file of a dead writer goes after a grace time and is counted until then. Age alone does not prove
 that a writer is dead (it may be stopped): the owner in the file's name must be gone as well.
 
-An eviction is unfinished too while its blocks have no row any more and their files are still there:
-their bytes are reserved under the block's name, so that whoever comes next can finish it.
+A block's file without its row is unfinished too: between rename and row of a put, and between row
+and unlink of an eviction. It is noted under the block's name, so that whoever comes next after a kill
+deletes it: without the row nothing protects the block before it.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class Unfinished:
         """Once a process: whoever writes first tidies up after those who died."""
         if not self._cleaned:
             self._cleaned = True
+            self.recount()
             self.clean(list(self.over()))
 
     def over(self) -> Iterator[tuple[Path, int]]:
-        """Files of dead writers past the grace time and of dead evictions, with their sizes."""
+        """Files of dead writers past the grace time, and blocks without a row, with their sizes."""
         for entry, owner, size in self._rows():
-            if _BLOCK.fullmatch(entry) and not self.owner.is_alive(owner):
+            if size and _BLOCK.fullmatch(entry) and not self.owner.is_alive(owner):
                 yield self.place.block(bytes.fromhex(entry)), size
         for path, size, changed in files.sizes(self.place.temporary):
             ours = OURS.fullmatch(path.name)
@@ -70,19 +72,24 @@ class Unfinished:
                     freed += size
                     continue
                 with self.index.transaction() as db:
-                    gone = self.finish_eviction(db, bytes.fromhex(path.name.partition(".")[0]))
+                    gone = self.finish(db, bytes.fromhex(path.name.partition(".")[0]))
                 freed += size if gone else 0
         self.recount()
         return freed
 
-    def reserve_eviction(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
-        """Inside the transaction that deletes a block's row: its file still takes `size` bytes."""
+    def note_block(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
+        """Inside a transaction: a block's file may be without a row from now on. `size` counts."""
         row = (name.hex(), self.owner.id, size)
         db.execute("INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?)", row)
 
-    def finish_eviction(self, db: sqlite3.Connection, name: bytes) -> bool:
-        """Inside a later transaction: delete the file, unless the block was stored again meanwhile.
-        Whether it went; one that is in use, or may not be deleted, stays counted."""
+    def is_going(self, db: sqlite3.Connection, name: bytes) -> bool:
+        """Whether somebody is about to delete the file of a block without a row."""
+        sql = "SELECT 1 FROM unfinished WHERE path = ?"
+        return db.execute(sql, (name.hex(),)).fetchone() is not None
+
+    def finish(self, db: sqlite3.Connection, name: bytes) -> bool:
+        """Inside a transaction: delete a block's file, unless it has a row (again). Whether it went;
+        one that is in use, or may not be deleted, stays counted."""
         path = self.place.block(name)
         again = db.execute("SELECT 1 FROM blocks WHERE name = ?", (name,)).fetchone()
         if again is None and not _unlink(path) and files.file_size(path) is not None:
@@ -99,26 +106,32 @@ class Unfinished:
                 with self.index.transaction() as db:
                     gone, new = self._wrong()
                     db.executemany("DELETE FROM unfinished WHERE path = ?", [(p,) for p in gone])
-                    db.executemany("INSERT OR IGNORE INTO unfinished VALUES (?, ?, ?)", new)
+                    db.executemany("INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?)", new)
 
     def _wrong(self) -> tuple[list[str], list[tuple[str, str, int]]]:
         """(reservations for nothing, those that are missing)."""
         there = _sizes(self.place)
-        rows = {path: owner for path, owner, _ in self._rows()}
-        gone = [
-            path
-            for path, owner in rows.items()
-            if path not in there and not self._evicted(path) and not self.owner.is_alive(owner)
-        ]
-        return gone, [(n, n.split(".")[0], size) for n, size in there.items() if n not in rows]
+        gone, known = list[str](), set[str]()
+        new = list[tuple[str, str, int]]()
+        for path, owner, size in self._rows():
+            known.add(path)
+            if there.get(path) == size or self.owner.is_alive(owner):
+                continue
+            left = there.get(path, self._left(path))
+            if left is None:
+                gone.append(path)
+            elif left != size:
+                new.append((path, owner, left))
+        new += [(n, n.split(".")[0], size) for n, size in there.items() if n not in known]
+        return gone, new
 
-    def _evicted(self, path: str) -> bool:
-        """Whether it is a block whose row went and whose file is still there."""
+    def _left(self, path: str) -> int | None:
+        """The length of a noted block's file where it has no row; None where nothing is there."""
         if not _BLOCK.fullmatch(path):
-            return False
+            return None
         name = bytes.fromhex(path)
-        there = files.file_size(self.place.block(name)) is not None
-        return there and not self.index.query("SELECT 1 FROM blocks WHERE name = ?", [name])
+        has_row = self.index.query("SELECT 1 FROM blocks WHERE name = ?", [name])
+        return None if has_row else files.file_size(self.place.block(name))
 
     def _rows(self) -> list[tuple[str, str, int]]:
         return self.index.query("SELECT path, owner, bytes FROM unfinished")

@@ -34,7 +34,8 @@ ROWS = {
     "evict": "evict one block",
     "stats": "stats",
     "ls": "ls",
-    "gc_plan": "gc --dry-run",
+    "plan": "plan of up to 1,000 evictions",
+    "gc": "gc --dry-run, which compares files and rows",
 }
 
 
@@ -103,7 +104,10 @@ def _report(app: App, found: StoreBench, keep: Path | None, how: str) -> None:
         ("build", _rate(built.blocks, found.build_seconds)),
         ("", how),
         ("rebuild", _rate(built.blocks, found.rebuild_seconds) + _peak(found.rebuild_peak_bytes)),
-        ("index", f"{units.size(found.index_bytes)}, {found.index_bytes // built.blocks} B a block"),
+        (
+            "index",
+            f"{units.size(found.index_bytes)}, {found.index_bytes // built.blocks} B a block",
+        ),
         ("use", f"the rest of this table{_peak(found.peak_bytes)}"),
     ]:
         app.out.text(f"{label:10}{text}")

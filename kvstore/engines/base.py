@@ -38,6 +38,9 @@ class Engine(ABC):
     evaluated = 0
     """Tokens that `evaluate` really computed since the adapter was made."""
 
+    on_gpu = False
+    """Whether `load` copies to a GPU: page-locked memory makes that faster."""
+
     holder: tuple[str, str] | None = None
     """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
 

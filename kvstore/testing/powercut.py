@@ -15,12 +15,13 @@ files are written past them: a cut loses the index or keeps it as it is.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -34,6 +35,12 @@ _ONE_PATH = ("mkdir", "unlink", "remove", "rmdir")
 _TWO_PATHS = ("rename", "replace", "link")
 _SYNCS = ("fsync", "fdatasync")
 _WRITES = ("write", "writev", "pwrite", "truncate", "ftruncate")
+WORST: tuple[dict[str, Any], ...] = tuple(
+    {"index": index, "unsynced": unsynced}
+    for index in ("lost", "kept")
+    for unsynced in ("empty", "short", "zeros", "torn")
+)
+"""Options of `ForgetfulDisk.cut` for all that may be left where nothing was written early."""
 _Unsynced = Literal["empty", "short", "zeros", "torn"]
 
 
@@ -230,6 +237,38 @@ class ForgetfulDisk:
             for name, child in _entries(node, self._listing(node), chance).items():
                 self._make(child, path / name, f"{place}/{name}", unsynced, seed)
         path.chmod(stat.S_IMODE(node.mode))
+
+
+def every_cut(
+    folder: Path,
+    program: Callable[[Path], object],
+    *,
+    before: Callable[[Path], object] = lambda top: None,
+    then: Callable[[Path], object] | None = None,
+    kinds: Sequence[dict[str, Any]] = WORST,
+) -> Iterator[tuple[Path, bool]]:
+    """Cut at every call of `program`: (the tree that is left, whether the program got through).
+
+    Each time anew in an empty folder, which is what `program` and `before`, which goes first, get.
+    With `then` the program is killed at the call instead, and the cut comes after `then`. Every
+    second one of `kinds` is tried at a call, the others at the next, and all after the last.
+    """
+    for stop_at in itertools.count():
+        top = folder / str(stop_at)
+        top.mkdir()
+        with ForgetfulDisk(top) as disk:
+            with disk.running():
+                before(top)
+            with disk.running(stop_at):
+                program(top)
+            through = not disk.stopped
+            if then is not None:
+                with disk.running():
+                    then(top)
+            for number, kind in enumerate(kinds if through else kinds[stop_at % 2 :: 2]):
+                yield disk.cut(folder / f"{stop_at}-{number}", **kind), through
+        if through:
+            return
 
 
 def _matters(name: str, args: tuple[Any, ...], path: str) -> bool:

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 FIELDS = {
-    "model", "codec", "block_size", "rounds", "lengths", "cheaper_from", "notes", "stored",
-}  # fmt: skip
+    name
+    for row in PAGE.partition("\n### bench\n")[2].partition("\n### ")[0].splitlines()
+    if row.startswith("| `")
+    for name in re.findall(r"`(\w+)`", row.split("|")[1])
+}
 
 
 @pytest.mark.engine

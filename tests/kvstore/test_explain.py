@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvsnap.engines.text import TextEngine
+from kvsnap.formats.identity import root_of
+from kvsnap.formats.names import chain_names, token_array
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import break_even
 from kvsnap.kvstore.break_even import Record, key_of, this_machine
@@ -44,6 +46,12 @@ def explained(
     assert found.advice in ADVICE.values()
     assert "\n" not in found.text
     return found
+
+
+def chain(ids: Sequence[int]) -> list[bytes]:
+    """Names of the prompt's blocks."""
+    root = root_of(StampedEngine().identity(16, str))
+    return chain_names(root.key, token_array(ids), 16)
 
 
 def in_block_order(store: Store) -> list[bytes]:
@@ -173,6 +181,13 @@ def test_the_identity_field_that_differs_is_named_with_both_values(
     )  # fmt: skip
 
 
+def test_a_tail_of_another_identity_counts_for_nothing(store: Store) -> None:
+    turn(store, StampedEngine(), IDS[:9], "short")
+    assert explained(store, IDS[:20], "short").tail_tokens == 9
+    found = explained(store, IDS[:20], "short", rotation_k=64)
+    assert (found.verdict, found.matched_tokens) == ("identity", 0)
+
+
 def test_a_shared_first_token_does_not_hide_that_another_identity_has_the_prompt(
     store: Store,
 ) -> None:
@@ -215,6 +230,15 @@ def test_a_session_that_was_evicted_whole_is_told_from_one_never_stored(evicted:
     assert explained(evicted, some_ids(70, seed=8)).verdict == "nothing stored"
 
 
+def test_a_session_of_another_identity_does_not_count_as_evicted(store_path: Path) -> None:
+    with Store(store_path) as store:
+        turn(store, StampedEngine(rotation_k=64), IDS, "chat")
+        gc(Store(store_path, capacity=10), dry_run=False)
+        assert not in_block_order(store)
+        assert explained(store, IDS).verdict == "nothing stored"
+        assert explained(store, IDS, rotation_k=64).verdict == "evicted"
+
+
 def test_eviction_that_no_session_tells_of_is_the_end_of_the_chain(evicted: Store) -> None:
     evicted.sessions.remove("default", "chat")
     found = explained(evicted, IDS)
@@ -242,6 +266,25 @@ def test_a_block_set_aside_by_an_earlier_resume_is_damaged_with_its_reason(
         assert "digest" in found.text
     # Behind the lost block nothing counts, though it is there.
     assert len(found.blocks) == 2
+
+
+def test_a_lost_block_that_would_have_helped_less_is_not_the_reason(store: Store) -> None:
+    turn(store, StampedEngine(), [*IDS[:20], 7, *IDS[21:32]])
+    turn(store, StampedEngine(), IDS[:32])
+    other = next(n for n in in_block_order(store)[1:] if n != chain(IDS)[1])
+    store.place.block(other).unlink()
+    store.blocks.set_aside(other, "the file is missing")
+    found = explained(store, [*IDS[:28], 9, *IDS[29:40]])
+    assert (found.verdict, found.matched_tokens) == ("differing token", 28)
+
+
+def test_a_file_of_another_block_does_not_pass_a_check(store: Store) -> None:
+    turn(store, StampedEngine(), IDS, codec="raw")
+    names = in_block_order(store)
+    store.place.block(names[1]).write_bytes(store.place.block(names[2]).read_bytes())
+    found = explained(store, IDS, check=True)
+    assert (found.verdict, found.matched_tokens) == ("damaged", 16)
+    assert "another block's" in found.text
 
 
 def test_a_missing_file_is_noticed_without_a_check_and_a_wrong_byte_with_one(
@@ -313,7 +356,7 @@ def test_another_tenants_prompt_is_explained_like_never_seen_tokens(
         turn(store, StampedEngine(), IDS, "chat", tenant=KEYS[0])
         used = store.space.used()
         if state == "damaged":
-            flip(store.place.block(in_block_order(store)[1]), -1)
+            flip(store.place.block(in_block_order(store)[0]), -1)
             turn(store, StampedEngine(), IDS, tenant=KEYS[0], save=False)
     with Store(store_path, capacity=used // 2 if state == "evicted" else None) as store:
         if state == "evicted":

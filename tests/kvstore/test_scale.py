@@ -78,9 +78,7 @@ def put(opened: Opened) -> None:
     with opened.store.holds.lease() as lease:
         lease.keep(NAMES[-1])
         block = opened.new_block(DEPTH - 1)
-        assert opened.store.blocks.put(
-            ROOT, block, synthetic.CODEC, synthetic.LAYOUT, rows, lease
-        )
+        assert opened.store.blocks.put(ROOT, block, synthetic.CODEC, synthetic.LAYOUT, rows, lease)
 
 
 def evict(opened: Opened) -> None:
@@ -116,7 +114,7 @@ WORKS: list[Callable[[Opened], object]] = [
     list_sessions,
     pin_and_unpin,
     count_request,
-    lambda opened: opened.store.sync(NAMES, ()),
+    lambda opened: opened.store.sync(NAMES),
 ]
 NAMES_OF_WORKS = [
     "open", "look-up", "look-up of nothing", "put", "evict", "stats", "ls", "pin", "request", "sync",

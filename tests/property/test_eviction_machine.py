@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvsnap.formats.errors import NotAllStored, StoreFull
 from kvsnap.formats.names import chain_names
-from kvsnap.kvstore import holds, pins
+from kvsnap.kvstore import holds, pins, space
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.holds import LEASE_SECONDS, Lease
+from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
@@ -41,6 +43,10 @@ SESSIONS = st.sampled_from(["a", "b", "c"])
 SECONDS = st.sampled_from([None, None, 50, 500])
 NUMBERS = st.integers(0, 10**6)
 CAPACITIES = st.sampled_from([1, 6_000, 10_000, 14_000, 18_000])
+
+
+class Killed(BaseException):
+    """Nothing that handles errors may go on after it."""
 
 
 class Clock:
@@ -76,7 +82,11 @@ class EvictionMachine(RuleBasedStateMachine):
         self.pinned: dict[object, tuple[set[bytes], float]] = {}
         self.leased: list[tuple[Any, Lease, set[bytes], float]] = []
         self.uncounted: set[bytes] = set()
-        self.evicted = 0
+        """Files without a row, as a writer was killed between the two. The next one deletes them."""
+        self.going: set[bytes] = set()
+        """Files whose row went, as an evictor was killed between the two; they are counted."""
+        self.evicted_before = 0
+        """By indexes that are gone."""
         self.store = self._open()
         self.root = Session(self.store, self.engine).root
 
@@ -165,20 +175,20 @@ class EvictionMachine(RuleBasedStateMachine):
     def collect(self, capacity: int, other: bool) -> None:
         """What a dry run says is what then happens, to the byte."""
         before, held = self._files(), self._held()
+        was_going = len(self.going) + len(self.uncounted)
         with self._open(capacity) as store:
             planned = gc(store, dry_run=True)
             assert self._files() == before
             done = gc(store)
             assert not done.dry_run
-            assert vars(planned) == {**vars(done), "dry_run": True, "adopted": planned.adopted}
-            assert planned.adopted == len(self.uncounted)
-        self.uncounted.clear()
+            assert vars(planned) == {**vars(done), "dry_run": True}
+        assert not (self.uncounted | self.going) & set(stored_blocks(self.store.place))
+        self._forget_tidied()
         after = self._files()
         gone = {path: size for path, size in before.items() if path not in after}
-        self.evicted += done.evicted
         assert done.freed_bytes == sum(gone.values())
         assert done.kept_bytes == sum(after.values()) == disk_bytes(self.store.place)
-        assert done.evicted == sum(path.parts[0] == "blocks" for path in gone)
+        assert done.evicted + was_going == sum(path.parts[0] == "blocks" for path in gone)
         assert done.short_bytes == max(0, done.kept_bytes - capacity)
         if done.short_bytes:
             assert set(stored_blocks(self.store.place)) == held, "all that may go went"
@@ -190,7 +200,7 @@ class EvictionMachine(RuleBasedStateMachine):
             del self.sessions[name]
             self.pinned.pop(name, None)
 
-    @rule(how=st.sampled_from(["idle", "writing", "evicting", "publishing"]), number=NUMBERS)
+    @rule(how=st.sampled_from(["idle", "writing", "evicting"]), number=NUMBERS)
     def crash(self, how: str, number: int) -> None:
         """The process is gone: its lock with it, its rows not; another one goes on."""
         if how == "writing":
@@ -201,9 +211,15 @@ class EvictionMachine(RuleBasedStateMachine):
             eviction = self.store.space.eviction
             plan = eviction.plan(number % 9_000)
             with self.store.index.transaction() as db:
-                self.evicted += sum(eviction._let_go(db, victim) for victim in plan.blocks)
-        elif how == "publishing":
-            self._publish_without_commit(number)
+                self.going |= {v.name for v in plan.blocks if eviction._let_go(db, v)}
+        self._die()
+
+    @rule(prompt=PROMPTS)
+    def crash_while_a_block_is_published(self, prompt: list[int]) -> None:
+        self._killed_between_rename_and_row(prompt)
+        self._die()
+
+    def _die(self) -> None:
         self.store.index.close()
         self.store.owner.forget()
         self.leased.clear()
@@ -220,11 +236,13 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule()
     def delete_the_index(self) -> None:
         """It is built anew from the files. Leases end with it, as they stand nowhere else."""
+        self.evicted_before += self._evicted_blocks()
         self.store.index.close()
         for file in self.folder.glob("index.sqlite3*"):
             file.unlink()
         self.leased.clear()
         self.uncounted.clear()
+        self.going.clear()
 
     @invariant()
     def nothing_stands_without_what_it_stands_on(self) -> None:
@@ -258,7 +276,7 @@ class EvictionMachine(RuleBasedStateMachine):
     def while_nothing_was_evicted_all_that_was_put_is_there(self) -> None:
         there = set(stored_blocks(self.store.place))
         assert there <= set(self.put)
-        if not self.evicted:
+        if not self.evicted_before + self._evicted_blocks():
             assert there == set(self.put)
 
     def _open(self, capacity: int = CAPACITY) -> Store:
@@ -267,7 +285,7 @@ class EvictionMachine(RuleBasedStateMachine):
     def _save(self, session: Session, ids: list[int]) -> None:
         names = self._names(ids)
         self._forget_expired()
-        evicted, before = self._evicted_blocks(), set(stored_blocks(self.store.place))
+        before = self._usable()
         stored = len(names)
         with self._room_or_full(names):
             try:
@@ -288,7 +306,7 @@ class EvictionMachine(RuleBasedStateMachine):
             if name in there:
                 self.put[name] = tuple(ids[: (n + 1) * BLOCK])
                 self.uncounted.discard(name)
-        self.evicted += self._evicted_blocks() - evicted
+                self.going.discard(name)
 
     @contextlib.contextmanager
     def _room_or_full(self, chain: list[bytes]) -> Any:
@@ -297,6 +315,7 @@ class EvictionMachine(RuleBasedStateMachine):
             yield
         except StoreFull:
             self._assert_full(chain)
+        self._forget_tidied()
 
     def _assert_full(self, chain: list[bytes]) -> None:
         held = self._held() | set(chain)
@@ -304,20 +323,32 @@ class EvictionMachine(RuleBasedStateMachine):
         may_go = sum(size for name, (_, size) in blocks.items() if name not in held)
         assert disk_bytes(self.store.place) - may_go + LARGEST > CAPACITY
 
-    def _publish_without_commit(self, number: int) -> None:
-        """What is left of a writer that was killed between the rename and the row: a file."""
-        leaves = self.store.index.query(
-            "SELECT name FROM blocks WHERE children = 0 AND holds = 0 ORDER BY name"
-        )
-        if leaves:
-            (name,) = leaves[number % len(leaves)]
-            with self.store.index.transaction() as db:
-                db.execute("DELETE FROM blocks WHERE name = ?", (name,))
-            self.uncounted.add(name)
+    def _killed_between_rename_and_row(self, prompt: list[int]) -> None:
+        """The transaction is rolled back, and nothing is given back or tidied up any more."""
+        publish, renamed = space.Room.publish, list[Path]()
+
+        def kill(room: space.Room, db: sqlite3.Connection, target: Path) -> None:
+            publish(room, db, target)
+            renamed.append(target)
+            raise Killed
+
+        engine = StampedEngine(capacity=64)
+        engine.evaluate(np.array(prompt, np.uint32))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(space.Room, "publish", kill))
+            stack.enter_context(mock.patch.object(space.Space, "_give_back"))
+            stack.enter_context(mock.patch.object(Lease, "end"))
+            stack.enter_context(contextlib.suppress(Killed, StoreFull))
+            Session(self.store, engine, codec="raw").put_filled()
+        self._forget_tidied()
+        for path in renamed:
+            record = read_record(path).record
+            self.put[record.name] = tuple(prompt[: record.start + BLOCK])
+            self.uncounted.add(record.name)
 
     def _expected(self, prompt: list[int], name: str | None) -> int:
         """How many tokens the files on the disk, and the session's own tail, must give."""
-        there = [self.put[n] for n in stored_blocks(self.store.place) if n not in self.uncounted]
+        there = [self.put[name] for name in self._usable()]
         front = max((_common(ids, prompt) for ids in there), default=0)
         own = self.sessions.get(name or "", [])
         tail = _common(own, prompt)
@@ -326,11 +357,22 @@ class EvictionMachine(RuleBasedStateMachine):
             front = max(front, tail)
         return min(front, len(prompt) - 1)
 
+    def _forget_tidied(self) -> None:
+        """Whoever writes first deletes what killed processes left without a row."""
+        there = set(stored_blocks(self.store.place))
+        for name in self.uncounted - there:
+            del self.put[name]
+        self.uncounted &= there
+        self.going &= there
+
+    def _usable(self) -> set[bytes]:
+        return set(stored_blocks(self.store.place)) - self.uncounted - self.going
+
     def _names(self, ids: list[int]) -> list[bytes]:
         return chain_names(self.root.key, np.array(ids, np.uint32), BLOCK)
 
     def _stored_chain(self, ids: list[int]) -> list[bytes]:
-        there = set(stored_blocks(self.store.place)) - self.uncounted
+        there = self._usable()
         names = self._names(ids)
         return names[: next((n for n, name in enumerate(names) if name not in there), len(names))]
 
@@ -338,7 +380,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return self._names(list(self.put[name]))
 
     def _some_block(self, number: int) -> bytes | None:
-        names = sorted(set(stored_blocks(self.store.place)) - self.uncounted)
+        names = sorted(self._usable())
         return names[number % len(names)] if names else None
 
     def _held(self) -> set[bytes]:
