@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsnap.formats.names import TokenIds, token_array
-from kvsnap.kvstore import break_even
 from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.break_even import key_of
 from kvsnap.kvstore.dry_match import Found, dry_match
 from kvsnap.kvstore.gone import evicted_next, lost_next
 from kvsnap.kvstore.parting import Parting, parting_from_session, parting_from_sibling
@@ -126,8 +126,7 @@ def _matched(wanted: Wanted, size: int, tokens: int) -> MatchedBlock:
 def _end(session: Session, ids: TokenIds, found: Found) -> _End:
     """The reason that weighs most: what a resume would say, and where it says little, more."""
     store, root = session.store, session.root
-    key = break_even.key_of(root.identity)
-    worth = break_even.read(store.place).worth(key, 0, found.tokens, len(ids))
+    worth = store.break_even.worth(key_of(root.identity), 0, found.tokens, len(ids))
     if not worth.worth:
         return _End(NOT_WORTH_IT, worth.reason.removeprefix(f"{NOT_WORTH_IT}: "))
     if found.tokens >= len(ids) - 1:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from kvsnap.formats.errors import NotAllStored, SessionMoved, StoreFull
 from kvsnap.formats.names import TokenIds
@@ -107,7 +108,7 @@ def check(path: str, capacity: str, seconds: str) -> None:
     say(bad=bad, rounds=rounds)
 
 
-def save_together(path: str, seed: str, rounds: str, start: str) -> None:
+def save_together(path: str, seed: str, rounds: str) -> None:
     """Save one session at the same moment as another process, with other tokens."""
     with Store(path, min_free="0") as store:
         for number in range(int(rounds)):
@@ -115,8 +116,9 @@ def save_together(path: str, seed: str, rounds: str, start: str) -> None:
             engine = StampedEngine()
             engine.evaluate(some_ids(40, own))
             session = Session(store, engine, name)
-            while time.time() < float(start) + 0.1 * number:
-                pass
+            Path(f"{path}.{number}.{seed}").touch()
+            while not all(Path(f"{path}.{number}.{one}").exists() for one in (1, 2)):
+                time.sleep(0)  # until both have opened it
             try:
                 session.save()
             except SessionMoved as moved:

@@ -52,7 +52,7 @@ def test_nine_processes_keep_the_budget_and_never_see_a_wrong_row(store_path: Pa
         (checked,) = finish(checker)
         # A listing takes so long that a block that went and one that came are both in it.
         assert CAPACITY / 2 < most <= CAPACITY + 8 * BLOCK
-        assert checked["bad"] == []
+        assert {finding.split(": ", 1)[1] for finding in checked["bad"]} == set()
         assert checked["rounds"] > 5
         total = {
             key: sum(line.get(key, 0) for line in done) for key in ("turns", "saved", "reused")
@@ -73,11 +73,10 @@ def test_nine_processes_keep_the_budget_and_never_see_a_wrong_row(store_path: Pa
 
 
 def test_two_processes_that_save_one_session_at_once_keep_both_turns(store_path: Path) -> None:
-    begin = time.time() + 2
-    processes = [start("save-together", store_path, seed, 20, begin) for seed in (1, 2)]
+    processes = [start("save-together", store_path, seed, 20) for seed in (1, 2)]
     saved = [line for process in processes for line in finish(process)]
     assert len({line["name"] for line in saved}) == len(saved) == 40
-    assert sum("@" in line["name"] for line in saved) >= 1, "they never met"
+    assert sum(line["name"].endswith("@2") for line in saved) == 20
     with Store(store_path) as store:
         for line in saved:
             stored = Session(store, StampedEngine(), line["name"]).stored_token_ids()
