@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsnap.formats import names
 from kvsnap.formats.block import BlockFile, BlockRecord, pack_block, parse_block
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import MAX_HEADER, check_file_digest
@@ -22,6 +21,7 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore import files
+from kvsnap.kvstore.compare import COLLISION, difference
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.index import FAILED, Index, Row
 from kvsnap.kvstore.place import Place
@@ -125,7 +125,7 @@ class Blocks:
         )
         packed = pack_block(record, codec, layout, rows)
         path = self.place.block(wanted.name)
-        with self.space.write(packed) as room:
+        with self.space.write(packed, wanted.name) as room:
             files.make_dir(path.parent)
             if files.file_size(path) is not None:
                 # What stands there may be synced and part of a session that was reported saved.
@@ -241,16 +241,11 @@ class Blocks:
     @staticmethod
     def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:
         """The collision check. `Damaged`: no file of this name may say that; `Miss`: it may."""
-        own_name = names.block_name(root.key, record.parent, record.token_ids, record.extras)
-        if record.name != wanted.name or own_name != wanted.name:
-            raise Damaged("the file is another block's")
-        if record.root_id != root.root_id or record.identity != root.identity:
-            raise Damaged("the file belongs to another identity")
-        if record.parent != wanted.parent or record.start != wanted.start:
-            raise Damaged("the file belongs to another place in a chain")
-        front = record.token_ids[: len(wanted.token_ids)]
-        if record.extras or not np.array_equal(front, wanted.token_ids):
-            raise Miss(wanted.name, "the file holds other token ids: a name collision")
+        found = difference(record, root, wanted)
+        if found == COLLISION:
+            raise Miss(wanted.name, found)
+        if found is not None:
+            raise Damaged(found)
 
     def _missed(self, root: Root, wanted: Wanted, reason: str, *, aside: bool) -> Miss:
         if aside:

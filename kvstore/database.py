@@ -173,7 +173,7 @@ class Database:
             if not writable:  # an older index cannot be renewed in place: build one in memory
                 connection.close()
                 connection = sqlite3.connect(":memory:", isolation_level=None)
-            # Filling a new index takes a minute for a million files: the others wait as long, which
+            # Filling a new index takes minutes for a million files: the others wait as long, which
             # SQLite's own waiting would not.
             with one_at_a_time(self.path.parent) if writable else contextlib.nullcontext():
                 connection.execute("BEGIN IMMEDIATE")

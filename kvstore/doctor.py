@@ -63,6 +63,8 @@ def _store(store: Store) -> Iterator[Finding]:
         yield Finding("ok", f"store {place.root}, blocks of {store.block_size} tokens")
     if store.problem:
         yield Finding("problem", store.problem, "the next save writes it anew")
+    for problem in store.break_even.problems:
+        yield Finding("note", problem, "kvsnap bench crossover measures anew")
     if not place.writable():
         yield Finding("problem", f"{place.root} cannot be written", "check its owner and mode")
     yield from _room(store)

@@ -70,8 +70,10 @@ def _look(store: Store, *, must: bool) -> tuple[int, int]:
     """Bring the index up to what is there, or the plan would be another one: what holds nothing any
     more, what tmp/ and sessions take, and `_compare`. A dry run does without where it cannot write.
     """
-    with contextlib.suppress(StoreError), store.index.transaction() as db:
-        store.holds.end_dead(db)
+    with contextlib.suppress(StoreError):
+        store.pins.compare()
+        with store.index.transaction() as db:
+            store.holds.end_dead(db)
     store.space.unfinished.recount()
     store.listing.refresh()
     try:

@@ -10,6 +10,7 @@ from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import NotFound, UsageError
 from kvsnap.formats.identity import EXACT, parse_identity
 from kvsnap.kvstore import files
+from kvsnap.kvstore.pins import is_pinned
 from kvsnap.kvstore.store import Store
 
 
@@ -28,7 +29,7 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
         "session": record.name,
         "path": str(path),
         "revision": record.revision,
-        "pinned": store.place.pin(path).exists(),
+        "pinned": is_pinned(store.place.pin(path)),
         "tokens": len(record.token_ids),
         "block_size": record.block_size,
         "blocks": blocks,
@@ -63,7 +64,7 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
         "lost": lost,
         "reachable": bool(reachable),
         "hits": hits,
-        "pinned": store.place.pin_of_block(name).exists(),
+        "pinned": is_pinned(store.place.pin_of_block(name)),
     }
     try:
         buffer = files.read_whole(path)

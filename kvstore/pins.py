@@ -66,12 +66,32 @@ class Pins:
 
     def _remove(self, path: Path, what: str) -> None:
         with self.index.transaction() as db, files.store_errors(path):
-            try:
-                path.unlink()
-            except (FileNotFoundError, NotADirectoryError):
-                raise NotFound(f"{what} is not pinned", "kvsnap ls shows what is") from None
+            there = files.stands(path)
+            if not there and pin_key(path) not in self._rows():
+                raise NotFound(f"{what} is not pinned", "kvsnap ls shows what is")
+            path.unlink(missing_ok=True)
             end_pin(db, pin_key(path))
-        files.sync_all([path.parent])
+        if there:
+            files.sync_all([path.parent])
+
+    def compare(self) -> None:
+        """Make the rows those of the files: whoever is killed between the two leaves only one."""
+        if self._rows() == {pin_key(path) for path in pin_paths(self.place)}:
+            return
+        with self.index.transaction() as db:
+            paths = {pin_key(path): path for path in pin_paths(self.place)}
+            rows = self._rows()
+            for key in rows - paths.keys():
+                end_pin(db, key)
+            for key in paths.keys() - rows:
+                with contextlib.suppress(KvsnapError, OSError):
+                    record = read_pin(paths[key])
+                    if not record.until or record.until >= time.time():
+                        block = _deepest(self.place, paths[key], record, self.index.is_reachable)
+                        set_pin(db, key, record.until, block)
+
+    def _rows(self) -> set[str]:
+        return {key for (key,) in self.index.query("SELECT owner FROM holds WHERE kind = 'pin'")}
 
 
 def fill_pins(place: Place, db: sqlite3.Connection) -> None:
@@ -109,6 +129,15 @@ def _deepest(
 
 def _not_stored(block: bytes) -> NotFound:
     return NotFound(f"block {block.hex()[:12]} is not in the store", "kvsnap show shows more")
+
+
+def is_pinned(path: Path) -> bool:
+    """Whether an intact pin stands there that has not expired."""
+    try:
+        until = read_pin(path).until
+    except (KvsnapError, OSError):
+        return False
+    return not until or until > time.time()
 
 
 def read_pin(path: Path) -> PinRecord:

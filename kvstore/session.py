@@ -164,7 +164,8 @@ class Session:
     def _is_worth_it(self, match: Match, held: int, reusable: int, prompt_tokens: int) -> bool:
         """Whether restoring is not clearly slower than computing, where that was measured here."""
         ram = self.store.blocks.ram
-        from_memory = ram is not None and all(block.name in ram for block in match.blocks)
+        needed = [b for b in match.blocks if b.start + len(b.token_ids) > held]
+        from_memory = ram is not None and needed and all(block.name in ram for block in needed)
         verdict = self.store.break_even.worth(
             self._speed_key, held, reusable, prompt_tokens, "memory" if from_memory else "disk"
         )

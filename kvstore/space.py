@@ -40,10 +40,7 @@ class Room:
         before leaves no file that the caller does not know of."""
         self.end(db)
         with files.store_errors(target):
-            try:
-                self.path.replace(target)
-            except FileNotFoundError as error:  # stopped for an hour, and cleaned away meanwhile
-                raise Vanished("the file being written went from tmp/", "save again") from error
+            self.path.replace(target)
         self.published = True
 
     def end(self, db: sqlite3.Connection) -> None:
@@ -86,6 +83,11 @@ class Space:
             files.write_file(room.path, packed)
             yield room
             kept = room.published
+        except StoreError as error:
+            # Stopped for an hour, or somebody emptied tmp/.
+            if isinstance(error.__cause__, FileNotFoundError) and not files.stands(room.path):
+                raise Vanished("the file being written went from tmp/", "save again") from error
+            raise
         finally:
             if not kept:
                 self._give_back(room)

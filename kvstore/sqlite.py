@@ -35,6 +35,9 @@ _NO_DAMAGE = {
 _CREATING = threading.Lock()
 """To close a file lets go of the process's locks on it: no connection may be open by then."""
 _NO_ROOM = 2**20
+LOG_BYTES = 16 * 2**20
+"""What the write-ahead log keeps of the disk. It has a few MB, but the size of the whole index after
+a rebuild (669 MB for a million blocks), and would keep that until the last process is done."""
 ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """A damaged schema makes error messages that Python's layer fails to decode."""
 
@@ -47,6 +50,7 @@ def connect(path: Path) -> sqlite3.Connection:
     # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
     # never a session: those are files.
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
     return connection
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ def stats(store: Store) -> Stats:
     codecs: Counter[str] = Counter()
     for _, codec, number, _ in totals:
         codecs[codec] += number
-    holds = dict(query("SELECT kind, COUNT(*) FROM holds GROUP BY kind"))
+    sql = "SELECT kind, COUNT(*) FROM holds WHERE until > ? GROUP BY kind"
+    holds = dict(query(sql, [time.time()]))
     counters = dict(query("SELECT name, value FROM counters"))
     unreachable = query("SELECT COUNT(*) FROM blocks WHERE reachable = 0 AND lost IS NULL")
     return Stats(

@@ -21,7 +21,7 @@ from kvsnap.formats.session_name import SUFFIX
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
 from kvsnap.kvstore.index import big_endian
-from kvsnap.kvstore.rebuild import block_paths
+from kvsnap.kvstore.rebuild import MISSING, block_paths
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
 
@@ -37,11 +37,14 @@ class Bad:
 
 @dataclass
 class VerifyReport:
-    """`unreachable`: intact blocks that nothing can use until the one before them is back."""
+    """`unreachable`: intact blocks that nothing can use until the one before them is back.
+    `evicted`: blocks of the session that was asked for which are not in the store (any more);
+    resuming it computes and stores them again."""
 
     checked: int = 0
     bad: list[Bad] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
 
 
 def verify_store(
@@ -67,13 +70,14 @@ def verify_store(
             report.bad.append(Bad(session.record.name, str(path), reason))
         progress(len(paths) + number + 1, len(paths) + len(sessions))
     known = {bad.path for bad in report.bad}
+    find = store.index.find
     for name, lost in store.index.query("SELECT name, lost FROM blocks WHERE lost IS NOT NULL"):
         place = str(store.place.block(name))
         if place not in known:
             report.bad.append(Bad(name.hex(), place, lost))
     for name, size in store.index.query("SELECT name, bytes FROM blocks WHERE lost IS NULL"):
         place = str(store.place.block(name))
-        if place not in known and files.file_size(Path(place)) is None:
+        if place not in known and files.file_size(Path(place)) is None and find(name) is not None:
             report.bad.append(Bad(name.hex(), place, f"the file of {size} bytes is missing"))
     report.unreachable = [
         name.hex()
@@ -94,12 +98,11 @@ def verify_session(
     for block in session.record.chain if session else ():
         file = store.place.block(block)
         row = store.index.find(block)
-        if files.file_size(file) is None:
-            lost = (
-                row.lost
-                if row is not None and row.lost
-                else "the block is not in the store any more"
-            )
+        if row is None and files.file_size(file) is None:
+            report.evicted.append(block.hex())
+        elif files.file_size(file) is None:
+            row = store.index.find(block)
+            lost = row.lost if row is not None and row.lost else MISSING
             report.bad.append(Bad(block.hex(), str(file), lost))
         else:
             _block_file(store, file, tenant, report)
@@ -114,6 +117,8 @@ def _finding(path: Path, report: VerifyReport) -> Iterator[None]:
     report.checked += 1
     try:
         yield
+    except FileNotFoundError:
+        report.checked -= 1  # evicted, removed or replaced meanwhile; rows are looked at as well
     except KvsnapError as error:
         report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), error.what))
     except OSError as error:
@@ -142,6 +147,8 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
     row = store.index.find(record.name)
     if row is None:
         return  # written by a process that died before its row: the next save or rebuild adds it
+    if files.file_size(store.place.block(record.name)) != size:
+        return  # stored again, in another form, while it was read here
     if (row.start, row.tokens, row.bytes) != (record.start, big_endian(record.token_ids), size):
         raise Damaged("the index differs from the file: delete index.sqlite3*, it is built anew")
 

@@ -10,14 +10,17 @@ import itertools
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import NotAllStored, SessionMoved, StoreFull
 from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore import files
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.stats import stats
@@ -170,6 +173,22 @@ def replace_on(store: Store, seed: int) -> None:
         say(name="one", ids=ids.tolist())
 
 
+def stop_on(store: Store, seed: int) -> None:
+    """Stop between the write and the rename of the `seed`-th file of a save."""
+    write, number = files.write_file, itertools.count(1)
+
+    def write_and_stop(path: Path, packed: Packed) -> None:
+        write(path, packed)
+        if path.suffix == ".part" and next(number) == seed:
+            say(stopping=str(path))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    files.write_file = write_and_stop
+    _turn(store, StampedEngine(capacity=LONGEST), ids_of(1, 100), "chat")
+    say(saved=True)
+    signal.pause()
+
+
 def _turn(store: Store, engine: StampedEngine, ids: TokenIds, name: str | None) -> None:
     turn(store, engine, ids, name, codec="raw")
     engine.check_rows()
@@ -180,6 +199,7 @@ LOOPS: dict[str, Callable[[Store, int], None]] = {
     "gc": gc_on,
     "pin": pin_on,
     "replace": replace_on,
+    "stop": stop_on,
 }
 
 

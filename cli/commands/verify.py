@@ -40,6 +40,9 @@ def command(ctx: click.Context, session: str | None, tenant_key_file: Path | Non
         for bad in report.bad:
             app.out.text(f"bad  {bad.path}\n     {bad.reason}")
         summary = f"{units.count(report.checked, 'file')} checked, {len(report.bad)} bad"
+        if report.evicted:
+            count = units.count(len(report.evicted), "block")
+            summary += f"; {count} evicted: resuming computes them"
         if report.unreachable:
             summary += f"; {units.count(len(report.unreachable), 'block')} unreachable until then"
         app.out.text(summary)
