@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.formats.errors import UsageError
+from kvsnap.kvstore import files
 
 DEFAULT_SHARE = 0.10
 DEFAULT_MOST = 50 * 10**9
@@ -87,11 +88,12 @@ def disk_free(root: Path) -> int:
 
 
 def _disk(root: Path) -> int:
-    return shutil.disk_usage(_existing(root)).total
+    with files.store_errors(root):
+        return shutil.disk_usage(_existing(root)).total
 
 
 def _existing(root: Path) -> Path:
-    return next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    return next((p for p in (root, *root.parents) if files.is_folder(p)), Path("/"))
 
 
 def _size(value: object, source: str, none: str) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvsnap.formats.errors import IndexDamaged, StoreError
-from kvsnap.kvstore.files import read_only
+from kvsnap.kvstore.files import read_only, stands
 from kvsnap.kvstore.locks import one_at_a_time
 from kvsnap.kvstore.sqlite import (
     ERRORS,
@@ -137,11 +137,12 @@ class Database:
         held: sqlite3.Connection | None = getattr(local, "connection", None)
         if held is not None and local.process == os.getpid():
             current = local.file == _file_key(self.path) or (
-                local.in_memory and not self.path.parent.exists()
+                local.in_memory and not stands(self.path.parent)
             )
             if current and not (for_writing and local.in_memory):
                 return held
             held.close()
+            local.connection = None  # whatever comes next may fail
         writable = os.access(self.path.parent, os.W_OK)
         with sqlite_errors(self.path):
             try:
@@ -158,7 +159,7 @@ class Database:
     def _open(self, writable: bool) -> sqlite3.Connection:
         if writable:
             connection = connect(self.path)
-        elif self.path.exists() and not self._damaged:
+        elif stands(self.path) and not self._damaged:
             # immutable: a WAL database in a folder that cannot be written opens in no other way.
             uri = f"{self.path.absolute().as_uri()}?immutable=1"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None)

@@ -37,7 +37,7 @@ class Owner:
     def id(self) -> str:
         """The id, whose lock is held from now on."""
         with self._guard:
-            if not self._id or not self._path(self._id).exists():
+            if not self._id or not files.stands(self._path(self._id)):
                 self._release()
                 self._take()
             return self._id
@@ -117,7 +117,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         if handle >= 0:
-            os.close(handle)
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()

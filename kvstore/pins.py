@@ -110,7 +110,8 @@ def fill_pins(place: Place, db: sqlite3.Connection) -> None:
 
 
 def pin_paths(place: Place) -> list[Path]:
-    return sorted(place.pins.glob(f"*/*{SUFFIX}"))
+    with files.store_errors(place.pins):
+        return sorted(place.pins.glob(f"*/*{SUFFIX}"))
 
 
 def _deepest(

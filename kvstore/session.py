@@ -20,7 +20,6 @@ from kvsnap.formats.errors import (
     NotAllStored,
     NotFound,
     PartlyDone,
-    SessionMoved,
     StoreError,
     StoreFull,
     Unsupported,
@@ -33,6 +32,7 @@ from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_arr
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.break_even import key_of
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.holds import Lease
@@ -202,27 +202,27 @@ class Session:
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
         self._refuse_another_conversation()
         wanted = self._writer.chain()
-        stored, partly = len(wanted), list[PartlyDone]()
-        try:
+        names = [block.name for block in wanted]
+        partly = list[PartlyDone]()
+        if self.name is None:
             self._writer.put(wanted, lease, check_all=True)
-        except StoreFull as full:
-            # The conversation itself is small: better saved with the blocks that fit than lost.
-            if self.name is None:
-                raise
-            stored = self._writer.stored(wanted)
-            partly.append(NotAllStored(stored, len(wanted), full))
-        self.store.sync([w.name for w in wanted[:stored]])
-        if self.name is not None:
-            try:
-                self._save_session([w.name for w in wanted], notes, pinned)
-            except SessionMoved as moved:
-                partly.append(moved)
+            self.store.sync(names)
+            stored = len(names)
+        else:
+            record, tail = self._record(names, notes)
+            with self.store.sessions.draft(record, self.codec, self.layout, tail) as draft:
+                stored = self._put_what_fits(wanted, lease, partly)
+                self.store.sync(names[:stored])
+                written = self.store.sessions.publish(draft, self._version)
+            self._saved(written, record, tail, partly)
+            if pinned:
+                self.store.pins.pin_session(self.tenant_id, self.name)
         self.store.index.write_notes()
         report = SaveReport(
             session=self.name,
             revision=self._version[0],
             tokens=len(self.engine.token_ids()),
-            blocks=len(wanted),
+            blocks=len(names),
             blocks_stored=stored,
             blocks_written=len(self._writer.written),
             bytes_written=sum(self._writer.written.values()),
@@ -236,39 +236,58 @@ class Session:
             raise partly[-1]
         return report
 
-    def _save_session(
-        self, chain: Sequence[bytes], notes: Mapping[str, Any] | None, pinned: bool
-    ) -> None:
+    def _put_what_fits(
+        self, wanted: Sequence[Wanted], lease: Lease, partly: list[PartlyDone]
+    ) -> int:
+        """How many blocks of the chain are stored. The conversation itself is small: better saved
+        with the blocks that fit than lost."""
+        try:
+            self._writer.put(wanted, lease, check_all=True)
+        except StoreFull as full:
+            stored = self._writer.stored(wanted)
+            partly.append(NotAllStored(stored, len(wanted), full))
+            return stored
+        return len(wanted)
+
+    def _record(
+        self, chain: Sequence[bytes], notes: Mapping[str, Any] | None
+    ) -> tuple[SessionRecord, Rows]:
+        """The next revision of the session, and the rows of its tail."""
         assert self.name is not None
         ids, size = self.engine.token_ids(), self.store.block_size
         start = len(chain) * size
-        tail: Rows = self.engine.export(start, len(ids)) if start < len(ids) else {}
         record = SessionRecord(
             name=self.name,
             tenant_id=self.tenant_id,
             root_id=self.root.root_id,
             identity=self.root.identity,
             block_size=size,
-            revision=self._version[0],
+            revision=self._version[0] + 1,
             token_ids=ids,
             chain=tuple(chain),
             notes=dict(notes or {}),
         )
-        sessions, moved = self.store.sessions, list[SessionMoved]()
-        try:
-            # What was written, not what stands there by now: another process may have saved after
-            # us, and its version must not pass for ours.
-            self._hold(sessions.save(record, self.codec, self.layout, tail, self._version))
+        return record, self.engine.export(start, len(ids)) if start < len(ids) else {}
+
+    def _saved(
+        self,
+        written: SessionFile | None,
+        record: SessionRecord,
+        tail: Rows,
+        partly: list[PartlyDone],
+    ) -> None:
+        """Go on from what was written, not from what stands there by now: another process may have
+        saved after us, and its version must not pass for ours."""
+        sessions = self.store.sessions
+        if written is None:
+            moved = sessions.store_beside(record, self.codec, self.layout, tail)
+            self.name, written = moved.stored_as, moved.stored
+            partly.append(moved)
+            self._hold(written)
+        else:
+            self._hold(written)
             sessions.sync(record)
-        except SessionMoved as error:  # goes on as that: not one more session a save
-            moved.append(error)
-            self.name = error.stored_as
-            self._hold(error.stored)
-        if pinned:
-            self.store.pins.pin_session(self.tenant_id, self.name)
-        self.engine.holder = (self.tenant_id, self.name)
-        if moved:
-            raise moved[0]
+        self.engine.holder = (self.tenant_id, self.name or "")
 
     def _refuse_another_conversation(self) -> None:
         """Two sessions on one engine: none must be stored with the other's tokens, or with none.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.formats.codecs import Codec
+from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, NotFound, SessionMoved
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
@@ -16,12 +20,21 @@ from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.session_file import no_session, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
-from kvsnap.kvstore.space import Space
+from kvsnap.kvstore.space import Room, Space
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
 
 Version = tuple[int, str]
 """(revision, file digest) of a session file."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A session file that is written and not published."""
+
+    record: SessionRecord
+    packed: Packed
+    room: Room
 
 
 class Sessions:
@@ -58,31 +71,59 @@ class Sessions:
             return 0, ""
         return found.record.revision, found.file_digest
 
-    def save(
-        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, started_from: Version
-    ) -> SessionFile:
-        """Write `record` as the revision after `started_from`, synced before it appears; `sync`
-        makes the appearing durable too. If that fails, a retry starts from what is returned here: the file
-        as it was written, never read back.
+    @contextlib.contextmanager
+    def draft(
+        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
+    ) -> Iterator[Draft]:
+        """Write a session file to tmp/, to be published when its blocks are stored: it must not be
+        they that take its room. Raises `StoreFull` where there is none."""
+        packed = pack_session(record, codec, layout, tail)
+        with self.space.write(packed) as room:
+            yield Draft(record, packed, room)
 
-        Raises `SessionMoved` after storing it as `NAME@n` where the session changed meanwhile. A
-        damaged file that it replaces goes to quarantine.
+    def publish(self, draft: Draft, started_from: Version) -> SessionFile | None:
+        """Let a draft, synced first, replace what its save started from; `sync` makes that durable.
+
+        Returns the file as it was written, never read back; None where something else stands there.
+        The whole file that a save started from is compared, not its revision alone: a session can
+        be removed and saved anew, or an older file put back. A damaged one goes to quarantine.
         """
-        new = dataclasses.replace(record, revision=started_from[0] + 1)
-        written = self._replace(new, codec, layout, tail, started_from)
-        if written is not None:
-            return written
+        record, room = draft.record, draft.room
+        path = self.path(record.tenant_id, record.name)
+        files.make_dir(path.parent)
+        files.sync_all([room.path])
+        with files.store_errors(room.path):
+            inode = room.path.stat().st_ino
+        with self.index.transaction() as db:
+            if self.version(record.tenant_id, record.name) != started_from:
+                return None
+            if started_from == (0, "") and files.stands(path):
+                self.place.set_aside(path, "a session file that could not be read")
+            follow_pin(db, pin_key(path), record.chain)
+            count_session(db, path, draft.packed.size, record)
+            room.publish(db, path)
+        note_session(self.index, path, inode, record)
+        return parse_session(memoryview(b"".join(draft.packed.buffers)))
+
+    def store_beside(
+        self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
+    ) -> SessionMoved:
+        """Store a session as `NAME@n`, because another one stands under its name by now."""
         number = 2
         while True:
-            aside = dataclasses.replace(record, name=f"{record.name}@{number}", revision=1)
-            written = self._replace(aside, codec, layout, tail, (0, ""), must_be_new=True)
+            name = f"{record.name}@{number}"
+            beside = dataclasses.replace(record, name=name, revision=1)
+            with self.draft(beside, codec, layout, tail) as draft:
+                written = None
+                if not files.stands(self.path(record.tenant_id, name)):
+                    written = self.publish(draft, (0, ""))
             if written is not None:
-                self.sync(aside)
-                raise SessionMoved(
+                self.sync(beside)
+                return SessionMoved(
                     written,
                     f"session {record.name!r} was saved or removed by another process meanwhile;"
-                    f" this one is stored as {aside.name!r}",
-                    f"kvsnap show {aside.name} shows it; kvsnap rm removes the one you do not want",
+                    f" this one is stored as {name!r}",
+                    f"kvsnap show {name} shows it; kvsnap rm removes the one you do not want",
                 )
             number += 1
 
@@ -112,38 +153,3 @@ class Sessions:
             else:
                 path.unlink(missing_ok=True)
         return size or 0
-
-    def _replace(
-        self,
-        record: SessionRecord,
-        codec: Codec,
-        layout: Layout,
-        tail: Rows,
-        started_from: Version,
-        must_be_new: bool = False,
-    ) -> SessionFile | None:
-        """The file that now stands there; None where something else did.
-
-        The whole file that a save started from is compared, not its revision alone: a session can
-        be removed and saved anew, or an older file put back.
-        """
-        path = self.path(record.tenant_id, record.name)
-        packed = pack_session(record, codec, layout, tail)
-        with self.space.write(packed) as room:
-            files.make_dir(path.parent)
-            files.sync_all([room.path])
-            with files.store_errors(room.path):
-                inode = room.path.stat().st_ino
-            with self.index.transaction() as db:
-                occupied = files.stands(path)
-                if occupied and must_be_new:
-                    return None
-                if self.version(record.tenant_id, record.name) != started_from:
-                    return None
-                if occupied and started_from == (0, ""):
-                    self.place.set_aside(path, "a session file that could not be read")
-                follow_pin(db, pin_key(path), record.chain)
-                count_session(db, path, packed.size, record)
-                room.publish(db, path)
-        note_session(self.index, path, inode, record)
-        return parse_session(memoryview(b"".join(packed.buffers)))

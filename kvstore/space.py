@@ -16,7 +16,7 @@ from pathlib import Path
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import StoreError, StoreFull, Vanished
 from kvsnap.kvstore import files
-from kvsnap.kvstore.budget import UNLIMITED, Budget, disk_free
+from kvsnap.kvstore.budget import Budget, disk_free
 from kvsnap.kvstore.eviction import Eviction
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import Index
@@ -123,11 +123,13 @@ class Space:
         return over
 
     def _full(self, size: int) -> tuple[str, str]:
-        capacity = UNLIMITED if self.budget.capacity is None else f"{self.budget.capacity} bytes"
+        taken = f"{self.used()} bytes are taken by what is pinned, in use or in sessions"
+        limit = self.budget.capacity
+        if limit is not None:
+            taken += f", of {limit} that may be"
         what = (
-            f"the store is full: {size} bytes more do not fit; {self.used()} of {capacity} are taken"
-            f" by what is pinned, in use or in sessions, and {disk_free(self.place.root)} bytes are"
-            " free on the disk"
+            f"the store is full: {size} bytes more do not fit; {taken}, and"
+            f" {disk_free(self.place.root)} are free on the disk"
         )
         hint = "raise --capacity (or KVSNAP_CAPACITY), unpin or rm a session, or free disk space"
         return what, hint

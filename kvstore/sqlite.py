@@ -35,6 +35,7 @@ _NO_DAMAGE = {
 _CREATING = threading.Lock()
 """To close a file lets go of the process's locks on it: no connection may be open by then."""
 _NO_ROOM = 2**20
+_DISK_PER_LOG_PAGE = 2**18
 LOG_BYTES = 16 * 2**20
 """What the write-ahead log keeps of the disk. It has a few MB, but the size of the whole index after
 a rebuild (669 MB for a million blocks), and would keep that until the last process is done."""
@@ -50,6 +51,13 @@ def connect(path: Path) -> sqlite3.Connection:
     # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
     # never a session: those are files.
     connection.execute("PRAGMA synchronous = NORMAL")
+    # The log is copied back when it has 4 MB, SQLite's default (each time costs two syncs), and
+    # sooner on a small disk, where it would take the blocks' room: nothing counts it.
+    with store_errors(path):
+        disk = shutil.disk_usage(path.parent).total
+    pages = max(64, min(1000, disk // _DISK_PER_LOG_PAGE))
+    connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+    connection.execute(f"PRAGMA journal_size_limit = {4096 * pages}")
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
     return connection
 

@@ -32,9 +32,6 @@ OLD, NEW = some_ids(20), some_ids(52)
 NEW_STORE = some_ids(70)
 READING = ("open", "fstat", "stat", "lstat", "read", "readv", "pread", "close")
 UNREADABLE = Fault(0, errno.EIO, lasting=True, only=("read", "readv", "pread"))
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="asking whether a file is there lets raw OSErrors out of a save"
-)
 STARTS = ["a new store", "a store with a session"]
 
 
@@ -143,7 +140,6 @@ def problems(found: Iterator[Attempt]) -> list[str]:
     return told
 
 
-@NOT_YET
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("error", ERRORS, ids=NAMES)
 def test_a_save_in_which_any_one_call_fails_is_done_or_refused(
@@ -153,7 +149,6 @@ def test_a_save_in_which_any_one_call_fails_is_done_or_refused(
     assert problems(attempts(tmp_path, store, lambda number: Fault(number, error))) == []
 
 
-@NOT_YET
 @pytest.mark.parametrize("start", STARTS)
 def test_a_save_in_which_all_calls_fail_from_any_one_on_is_done_or_refused(
     tmp_path: Path, before: Path, start: str
