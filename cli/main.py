@@ -85,7 +85,7 @@ def global_options(hidden: bool) -> list[click.Option]:
             ["--capacity"],
             metavar="SIZE",
             help="What the store may take, like 20GB (or KVSNAP_CAPACITY). Default: 10 % of the"
-            " disk, at most 50 GB.",
+            " disk, 1 to 50 GB.",
             expose_value=False,
             callback=_set,
             hidden=hidden,

@@ -17,7 +17,9 @@ from kvsnap.kvstore import files
 
 DEFAULT_SHARE = 0.10
 DEFAULT_MOST = 50 * 10**9
-"""A cache that nobody set up must not fill a disk: 10 % of it, at most 50 GB."""
+DEFAULT_LEAST = 10**9
+"""A cache that nobody set up must not fill a disk: 10 % of it, at most 50 GB. But of less than 1 GB
+not even one conversation of a large model (4,000 tokens take 0.5 GB) could be kept."""
 MIN_FREE_SHARE = 0.02
 MIN_FREE_MOST = 10**9
 """Kept free whatever the budget says; 2 % of a small disk, where 1 GB would be all of it."""
@@ -61,7 +63,7 @@ def budget(
     The argument wins over KVSNAP_CAPACITY, that over kvsnap.json, that over the default.
     """
     disk = _disk(root)
-    limit: int | None = min(int(disk * DEFAULT_SHARE), DEFAULT_MOST)
+    limit: int | None = min(max(int(disk * DEFAULT_SHARE), DEFAULT_LEAST), DEFAULT_MOST)
     source = "default"
     choices = [
         (stored[0], "kvsnap.json"),

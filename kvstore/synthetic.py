@@ -40,10 +40,11 @@ CHAT_MEDIAN, CHAT_SIGMA = 20, 1.1
 BRANCHING = 0.2
 """Of the chats that go on from within another one, as an edited question does."""
 BYTES_A_BLOCK = 4096 + 1500
-"""Of disk: a file takes whole 4 KiB blocks, its inode and index row the rest."""
+"""Of disk: most file systems give a file whole blocks of 4 KiB; its inode and the index, with the log
+that it is made through, take the rest."""
 _VOCABULARY = 50_000
-_CODEC = get_codec("raw")
-_LAYOUT = Layout(
+CODEC = get_codec("raw")
+LAYOUT = Layout(
     groups=(
         Group(
             name="full",
@@ -60,12 +61,11 @@ ROOT = root_of(
         family="synthetic",
         weights="none",
         architecture="synthetic",
-        layout=_LAYOUT,
+        layout=LAYOUT,
         rope=None,
         block_size=BLOCK_SIZE,
     )
 )
-LAYOUT, CODEC = _LAYOUT, _CODEC
 
 
 @dataclass
@@ -105,7 +105,7 @@ def some_ids(random: Generator, count: int) -> TokenIds:
 
 def rows_of(tokens: int) -> dict[str, Array]:
     """Rows that nobody will compute with."""
-    return {name: np.zeros_like(array) for name, array in _LAYOUT.empty(tokens).items()}
+    return {name: np.zeros_like(array) for name, array in LAYOUT.empty(tokens).items()}
 
 
 def build(
@@ -178,7 +178,7 @@ class _Writer:
             name = block_name(ROOT.key, parent, own)
             position = len(chain.names) * BLOCK_SIZE
             record = BlockRecord(name, parent, ROOT.root_id, position, own, ROOT.identity)
-            packed = pack_block(record, _CODEC, _LAYOUT, rows)
+            packed = pack_block(record, CODEC, LAYOUT, rows)
             files.write_file(self.place.block(name), packed)
             chain.names.append(name)
             chain.ids.append(own)
@@ -201,7 +201,7 @@ class _Writer:
             chain=tuple(chain.names),
             notes={"model": "synthetic", "kind": "raw"},
         )
-        packed = pack_session(record, _CODEC, _LAYOUT, rows_of(len(tail)) if len(tail) else {})
+        packed = pack_session(record, CODEC, LAYOUT, rows_of(len(tail)) if len(tail) else {})
         path = self.place.sessions / NO_TENANT_ID / session_file_name(name)
         files.write_file(path, packed)
         self.built.sessions += 1

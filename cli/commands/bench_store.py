@@ -86,9 +86,9 @@ def command(app: App, blocks: int, keep: Path | None) -> None:
 
         with bars:
             found = bench_store(folder, blocks, step)
+        _report(app, found, keep, HOW_BUILT)
         if keep is None:
             app.out.say("removing it")
-    _report(app, found, keep, HOW_BUILT)
 
 
 def _report(app: App, found: StoreBench, keep: Path | None, how: str) -> None:

@@ -90,7 +90,6 @@ def command(
                 "reused_tokens": result.report.reused_tokens,
                 "computed_tokens": result.computed_tokens,
                 "blocks": report.blocks,
-                "blocks_stored": report.blocks_stored,
                 "blocks_written": report.blocks_written,
                 "bytes_written": report.bytes_written,
                 "bytes_raw": report.bytes_raw,

@@ -35,7 +35,10 @@ def command(ctx: click.Context, session: str | None, tenant_key_file: Path | Non
             with bar(app.out, "verify", "files") as update:
                 report = verify_store(store, tenant, update)
     if app.out.as_json:
-        app.out.json(dataclasses.asdict(report))
+        found = dataclasses.asdict(report)
+        if session is None:
+            del found["evicted"]  # of a session only: the store does not know what it once had
+        app.out.json(found)
     else:
         for bad in report.bad:
             app.out.text(f"bad  {bad.path}\n     {bad.reason}")

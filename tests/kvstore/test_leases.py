@@ -81,13 +81,13 @@ def test_a_chain_that_is_being_loaded_is_not_evicted(
 def test_a_chain_that_is_being_saved_is_not_evicted_before_its_session_is_there(
     four_blocks: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, save = list[int](), sessions.Sessions.save
+    left, publish = list[int](), sessions.Sessions.publish
 
-    def save_after_gc(*args: object, **options: object) -> object:
+    def publish_after_gc(*args: object, **options: object) -> object:
         left.append(empty(four_blocks))
-        return save(*args, **options)
+        return publish(*args, **options)
 
-    monkeypatch.setattr(sessions.Sessions, "save", save_after_gc)
+    monkeypatch.setattr(sessions.Sessions, "publish", publish_after_gc)
     turn(four_blocks, StampedEngine(), [*IDS, *some_ids(30, 7)], "chat")
     assert left == [6]
     assert empty(four_blocks) == 0
@@ -103,13 +103,13 @@ def test_a_save_that_mends_a_block_in_the_middle_still_holds_the_end(
     session.resume(IDS)
     engine.evaluate(IDS[64:])
     four_blocks.place.block(name).unlink()
-    left, save = list[int](), sessions.Sessions.save
+    left, publish = list[int](), sessions.Sessions.publish
 
-    def save_after_gc(*args: object, **options: object) -> object:
+    def publish_after_gc(*args: object, **options: object) -> object:
         left.append(empty(four_blocks))
-        return save(*args, **options)
+        return publish(*args, **options)
 
-    monkeypatch.setattr(sessions.Sessions, "save", save_after_gc)
+    monkeypatch.setattr(sessions.Sessions, "publish", publish_after_gc)
     session.save()
     assert left == [4]
 
