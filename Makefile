@@ -25,6 +25,7 @@ bench: .venv/ready
 	$(BIN)/python tests/bench/first_token.py
 	$(BIN)/python tests/bench/restore.py
 	$(BIN)/python tests/bench/block_size.py
+	$(BIN)/kvsnap bench store --blocks 100000
 
 dist: clean .venv/ready
 	$(BIN)/pip wheel --no-deps -w dist .

@@ -43,7 +43,7 @@ def store_error(error: OSError, path: Path, doing: str = "write to") -> KvsnapEr
             "free some space or point --store elsewhere; what was stored before is kept",
         )
     if error.errno in _READ_ONLY:
-        if doing == "write to":
+        if doing == "write to" or error.errno == errno.EROFS:
             return read_only(path.parent, error.strerror or "")
         return StoreError(f"cannot {doing} {path} ({error.strerror})", "check its owner and mode")
     return StoreError(f"{path}: {error.strerror}", "check the disk; kvsnap doctor says more")

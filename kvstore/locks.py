@@ -64,7 +64,7 @@ class Owner:
         if self._handle >= 0:
             with contextlib.suppress(OSError):
                 self._path(self._id).unlink()
-            os.close(self._handle)
+            _unlock(self._handle)
         self._id, self._handle = "", -1
 
     def _take(self) -> None:
@@ -105,6 +105,15 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def _unlock(handle: int) -> None:
+    """Explicitly: to close it would leave the lock to a forked child's copy of the handle."""
+    with contextlib.suppress(OSError):
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Wait, however long, until no other process is in here for the same folder."""
@@ -117,8 +126,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         if handle >= 0:
-            with contextlib.suppress(OSError):
-                os.close(handle)
+            _unlock(handle)
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()

@@ -57,8 +57,7 @@ def connect(path: Path) -> sqlite3.Connection:
         disk = shutil.disk_usage(path.parent).total
     pages = max(64, min(1000, disk // _DISK_PER_LOG_PAGE))
     connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
-    connection.execute(f"PRAGMA journal_size_limit = {4096 * pages}")
-    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+    connection.execute(f"PRAGMA journal_size_limit = {min(LOG_BYTES, 4096 * pages)}")
     return connection
 
 

@@ -154,10 +154,13 @@ def test_a_full_disk_is_told_and_keeps_what_was_stored(mounted: Path) -> None:
     ballast, path = mounted / "ballast", mounted / "store"
     ballast.write_bytes(bytes(1_200_000))
     saved = 0
-    unlimited = {"capacity": "unlimited", "min_free": "0"}  # else it would evict instead
+    # Pinned, and without a limit: else it would evict instead.
+    unlimited = {"capacity": "unlimited", "min_free": "0"}
     with Store(path, **unlimited) as store, contextlib.suppress(StoreFull, NotAllStored):
         for saved in range(100):
-            turn(store, StampedEngine(), some_ids(300, seed=saved), f"chat/{saved}", codec="raw")
+            ids, name = some_ids(300, seed=saved), f"chat/{saved}"
+            done = turn(store, StampedEngine(), ids, name, codec="raw", save=False)
+            done.session.save(pinned=True)
     assert 1 < saved < 99
     with Store(path) as store:
         assert not list(store.place.temporary.glob("*.part"))

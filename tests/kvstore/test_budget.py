@@ -11,7 +11,7 @@ import pytest
 
 from kvsnap.formats.errors import StoreFull, UsageError
 from kvsnap.kvstore import space
-from kvsnap.kvstore.budget import DEFAULT_MOST, budget, parse_size
+from kvsnap.kvstore.budget import DEFAULT_LEAST, DEFAULT_MOST, budget, parse_size
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.stats import stats
 from kvsnap.kvstore.store import Store
@@ -138,11 +138,13 @@ def test_a_store_that_nobody_set_up_takes_a_tenth_of_the_disk_at_most(
 ) -> None:
     # A47: a sane default.
     monkeypatch.delenv("KVSNAP_CAPACITY", raising=False)
-    disk = 4 * 10**9
+    disk = 40 * 10**9
     monkeypatch.setattr("kvsnap.kvstore.budget._disk", lambda root: disk)
     assert budget(tmp_path).capacity == disk // 10
     assert budget(tmp_path).min_free == disk // 50
     assert budget(tmp_path).source == "default"
+    disk = 10**9
+    assert budget(tmp_path).capacity == DEFAULT_LEAST, "or not one conversation would fit"
     disk = 10**15
     assert budget(tmp_path).capacity == DEFAULT_MOST
     assert budget(tmp_path).min_free == 10**9
@@ -171,7 +173,7 @@ def test_free_space_of_the_disk_is_kept_whatever_the_capacity(
     assert disk_bytes(store.place) == 3 * BYTES
     others[0] = 6 * BYTES
     engine = StampedEngine()
-    with pytest.raises(StoreFull, match="bytes are free on the disk"):
+    with pytest.raises(StoreFull, match="free on the disk"):
         turn(store, engine, some_ids(SIZE, 4))
     engine.evaluate(some_ids(5))
     engine.check_rows()
@@ -220,4 +222,9 @@ def test_sessions_count_and_are_never_evicted(opened: Opened) -> None:
     assert sum(entry.bytes for entry in store.listing) == sessions
     assert len(stored_blocks(store.place)) == (20_000 - sessions) // BYTES
     assert Session(store, StampedEngine(), "a").stored_token_ids().tolist() == [*some_ids(SIZE, 1)]
+    assert_counts(store)
+    put(store, 2, 1, "a")
+    assert sum(entry.bytes for entry in store.listing) > sessions, "replaced by a longer one"
+    assert_counts(store)
+    store.sessions.remove(Session(store, StampedEngine()).tenant_id, "a")
     assert_counts(store)

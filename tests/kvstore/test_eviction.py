@@ -132,6 +132,22 @@ def test_one_more_block_in_a_full_store_is_one_write_and_one_unlink(opened: Open
     assert not [call for call in calls.made if call.split()[0] in ("rename", "replace", "unlink")]
 
 
+def test_a_save_does_not_evict_the_blocks_that_it_would_have_to_write_again(
+    opened: Opened,
+) -> None:
+    # A44: a resume leaves the last token to compute, and so does not touch the last block.
+    store = opened(50)
+    put(store, 3, seed=1)
+    put(store, 3, seed=2)
+    full = Store(store.path, capacity=disk_bytes(store.place) + 100, min_free="0")
+    with full:
+        done = put(full, 3, 1, "chat")
+    assert done.saved is not None
+    assert done.saved.blocks_written == 0
+    assert left(store, 3, seed=1) == 3
+    assert left(store, 3, seed=2) < 3
+
+
 def test_a_file_larger_than_the_capacity_is_refused_before_anything_is_written(
     opened: Opened,
 ) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvsnap.formats.errors import StoreFull
-from kvsnap.kvstore import holds, sessions
+from kvsnap.kvstore import blocks, holds, sessions
 from kvsnap.kvstore import session as session_module
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.session import Session
@@ -93,25 +93,28 @@ def test_a_chain_that_is_being_saved_is_not_evicted_before_its_session_is_there(
     assert empty(four_blocks) == 0
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_a_save_that_mends_a_block_in_the_middle_still_holds_the_end(
-    four_blocks: Store, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("numbers", [(0,), (2,), (3,), (0, 1), (1, 3), (0, 1, 2, 3)])
+def test_a_save_that_mends_blocks_in_the_middle_holds_the_end_all_the_while(
+    four_blocks: Store, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...]
 ) -> None:
-    ((name,),) = four_blocks.index.query("SELECT name FROM blocks WHERE start = ?", [16 * number])
+    names = [n for (n,) in four_blocks.index.query("SELECT name FROM blocks ORDER BY start")]
     engine = StampedEngine()
     session = Session(four_blocks, engine, "chat")
     session.resume(IDS)
     engine.evaluate(IDS[64:])
-    four_blocks.place.block(name).unlink()
-    left, publish = list[int](), sessions.Sessions.publish
+    for number in numbers:
+        four_blocks.place.block(names[number]).unlink()
+    counts, put = list[tuple[int, int]](), blocks.Blocks.put
 
-    def publish_after_gc(*args: object, **options: object) -> object:
-        left.append(empty(four_blocks))
-        return publish(*args, **options)
+    def put_before_gc(*args: object, **options: object) -> object:
+        done = put(*args, **options)
+        counts.append((count(four_blocks), empty(four_blocks)))
+        return done
 
-    monkeypatch.setattr(sessions.Sessions, "publish", publish_after_gc)
+    monkeypatch.setattr(blocks.Blocks, "put", put_before_gc)
     session.save()
-    assert left == [4]
+    assert counts[-1] == (4, 4)
+    assert [before for before, _ in counts] == [after for _, after in counts]
 
 
 def test_a_resume_that_never_loads_keeps_nothing_afterwards(four_blocks: Store) -> None:

@@ -15,7 +15,13 @@ from unittest import mock
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvsnap.formats.errors import NotAllStored, StoreFull
 from kvsnap.formats.names import chain_names
@@ -30,12 +36,12 @@ from kvsnap.testing.recount import assert_closed, assert_counts, disk_bytes, sto
 from kvsnap.testing.stamped import StampedEngine
 
 BLOCK = 4
-CAPACITY = 22_000
-"""Some seven blocks and three session files."""
+CAPACITY = 27_000
+"""Some nine blocks and three session files."""
 LARGEST = 5_000
 """No file of these tests is larger."""
 # Two ids, in runs: prompts share prefixes, branch inside blocks and come back together.
-PROMPTS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6)), min_size=1, max_size=6).map(
+PROMPTS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6)), min_size=2, max_size=8).map(
     lambda runs: [token for token, length in runs for _ in range(length)]
 )
 NAMES = st.sampled_from(["a", "b", "c", None])
@@ -99,7 +105,12 @@ class EvictionMachine(RuleBasedStateMachine):
         self.patches.close()
         shutil.rmtree(self.folder)
 
-    @rule(prompt=PROMPTS, name=NAMES, save=st.booleans())
+    @initialize(prompts=st.lists(PROMPTS, min_size=2, max_size=3))
+    def begin_with_some_sessions(self, prompts: list[list[int]]) -> None:
+        for name, prompt in zip("abc", prompts, strict=False):
+            self.take_a_turn(prompt, name, True)
+
+    @rule(prompt=PROMPTS, name=NAMES, save=st.sampled_from([True, True, False]))
     def take_a_turn(self, prompt: list[int], name: str | None, save: bool) -> None:
         self.engine = StampedEngine(capacity=64, batch=5)
         session = Session(self.store, self.engine, name, codec="raw")
@@ -123,6 +134,7 @@ class EvictionMachine(RuleBasedStateMachine):
             assert stored.tolist() == ids
             self.take_a_turn((ids + more)[:40], name, True)
 
+    @precondition(lambda self: self.sessions)
     @rule(name=SESSIONS, seconds=SECONDS)
     def pin_a_session(self, name: str, seconds: float | None) -> None:
         if name in self.sessions:
@@ -131,6 +143,7 @@ class EvictionMachine(RuleBasedStateMachine):
                 self.store.pins.pin_session(self._tenant(), name, seconds)
                 self.pinned[name] = (set(chain), self._until(seconds))
 
+    @precondition(lambda self: self._usable())
     @rule(number=NUMBERS, seconds=SECONDS)
     def pin_a_block(self, number: int, seconds: float | None) -> None:
         name = self._some_block(number)
@@ -150,6 +163,7 @@ class EvictionMachine(RuleBasedStateMachine):
             self.store.pins.unpin_session(self._tenant(), str(what))
         del self.pinned[what]
 
+    @precondition(lambda self: self._usable())
     @rule(number=NUMBERS)
     def take_a_lease(self, number: int) -> None:
         name = self._some_block(number)
@@ -166,13 +180,14 @@ class EvictionMachine(RuleBasedStateMachine):
         context, *_ = self.leased.pop(number % len(self.leased))
         context.__exit__(None, None, None)
 
+    @precondition(lambda self: self.pinned or self.leased)
     @rule(seconds=st.sampled_from([10, 100, 1000]))
     def let_time_pass(self, seconds: int) -> None:
         self.clock.now += seconds
         self._forget_expired()
 
-    @rule(capacity=CAPACITIES, other=st.booleans())
-    def collect(self, capacity: int, other: bool) -> None:
+    @rule(capacity=CAPACITIES)
+    def collect(self, capacity: int) -> None:
         """What a dry run says is what then happens, to the byte."""
         before, held = self._files(), self._held()
         was_going = len(self.going) + len(self.uncounted)
@@ -193,6 +208,7 @@ class EvictionMachine(RuleBasedStateMachine):
         if done.short_bytes:
             assert set(stored_blocks(self.store.place)) == held, "all that may go went"
 
+    @precondition(lambda self: len(self.sessions) > 1)
     @rule(name=SESSIONS)
     def remove_a_session(self, name: str) -> None:
         if name in self.sessions:
