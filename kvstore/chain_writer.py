@@ -42,12 +42,18 @@ class ChainWriter:
         reachable = self.store.index.is_reachable
         return gallop(lambda number: reachable(wanted[number].name), len(wanted))
 
+    def lease_stored(self, wanted: Sequence[Wanted], lease: Lease) -> int:
+        """Keep what is stored of a chain; how many blocks that are."""
+        known = self.stored(wanted)
+        last = wanted[known - 1].name if known else b""
+        if last != lease.name and not lease.keep(last):
+            raise Vanished("a block was evicted before it could be leased", "save again")
+        return known
+
     def put(self, wanted: Sequence[Wanted], lease: Lease, *, check_all: bool = False) -> None:
         """Store and lease a whole chain; `check_all` looks at the files of those that the index has,
         too. What was written before an error is kept, and found by the next try."""
-        known = self.stored(wanted)
-        if known and not lease.keep(wanted[known - 1].name):
-            raise Vanished("a block was evicted before it could be leased", "save again")
+        known = self.lease_stored(wanted, lease)
         missing = [
             w for w in wanted[0 if check_all else known :] if not self.store.blocks.has(w.name)
         ]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from kvsnap.formats.block import parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError
-from kvsnap.formats.names import TokenIds, chain_names, common_prefix
+from kvsnap.formats.names import TokenIds, chain_names
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.compare import difference
-from kvsnap.kvstore.match import Match, longest_prefix
+from kvsnap.kvstore.match import Match, longest_prefix, tail_reach
 from kvsnap.kvstore.session import Session
 
 
@@ -106,24 +106,18 @@ def _problem(session: Session, wanted: Wanted, check: bool) -> str | None:
 def _tail_reach(
     session: Session, ids: TokenIds, match: Match, limit: int, losses: list[Loss]
 ) -> int:
-    """How far the session's own tail brings the prompt, if further than blocks do; else 0."""
-    if session.stored is None:
-        return 0
-    record, root = session.stored.record, session.root
-    if (record.root_id, record.identity) != (root.root_id, root.identity):
-        return 0
-    start = record.tail_start
-    common = min(common_prefix(record.token_ids, ids), limit)
-    if match.tokens // session.store.block_size * session.store.block_size < start:
-        return 0
-    if common <= max(match.tokens, start):
+    """How far the session's own tail brings the prompt; 0 where its rows are damaged."""
+    own, size = session.stored, session.store.block_size
+    record = own.record if own else None
+    reach = tail_reach(record, session.root, match, ids, limit, size)
+    if own is None or not reach:
         return 0
     try:
-        session.stored.tail_rows()
+        own.tail_rows()
     except Damaged as error:
-        losses.append(Loss("", f"tail of session {record.name!r}: {error.what}"))
+        losses.append(Loss("", f"tail of session {own.record.name!r}: {error.what}"))
         return 0
-    return common
+    return reach
 
 
 def _tail_start(session: Session) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvsnap.formats.identity import Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
+from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.blocks import Blocks, Wanted
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.index import Row, big_endian
@@ -59,6 +60,22 @@ def longest_prefix(
             common = min(len(sibling.token_ids), limit - tokens)
             return Match(tokens + common, (*wanted, sibling))
     return Match(tokens, tuple(wanted))
+
+
+def tail_reach(
+    own: SessionRecord | None,
+    root: Root,
+    match: Match,
+    token_ids: TokenIds,
+    limit: int,
+    block_size: int,
+) -> int:
+    """How far a session's own tail brings its prompt, if further than the blocks do; else 0."""
+    if own is None or (own.root_id, own.identity) != (root.root_id, root.identity):
+        return 0
+    common = min(common_prefix(own.token_ids, token_ids), limit)
+    whole = match.tokens // block_size * block_size
+    return common if whole >= own.tail_start and common > max(match.tokens, own.tail_start) else 0
 
 
 def _best_sibling(

@@ -10,12 +10,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvsnap.engines.base import Engine, Landing
+from kvsnap.engines.base import Engine
 from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
-    EngineError,
     IndexDamaged,
     NotAllStored,
     NotFound,
@@ -33,12 +32,10 @@ from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.break_even import key_of
+from kvsnap.kvstore.chain_reader import ChainReader, Restored
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.match import Match, longest_prefix
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
-from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.session_file import no_session
 from kvsnap.kvstore.sessions import Version
 from kvsnap.kvstore.store import Store
@@ -75,10 +72,7 @@ class Session:
             raise Unsupported("engines whose rows are whole pages are not handled yet")
         self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
         self.tenant = tenant
-        self._speed_key = key_of(self.root.identity)
-        self._not_worth_it = ""
-        if store.blocks.ram is not None and engine.on_gpu:
-            store.blocks.ram.pin()
+        self._reader = ChainReader(store, engine, self.root)
         self._asked: TokenIds | None = None
         self._writer = ChainWriter(store, engine, self.root, self.codec)
         self._problems: list[str] = []
@@ -122,55 +116,21 @@ class Session:
         self.engine.truncate(held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
-        damage: list[str] = self._problems[:]
-        self._not_worth_it = ""
         with self.store.holds.lease() as lease:
-            reused = self._restore(ids, limit, held, damage, lease)
+            found = self._reader.restore(ids, limit, held, lease, self.stored)
+            self.stored, reused = found.own, found.tokens
             whole = ids[: reused // self.store.block_size * self.store.block_size]
             names = chain_names(self.root.key, whole, self.store.block_size)
-            self.store.index.count_request(names[-1] if names else None, reused, len(ids) - reused)
+            deepest = found.deepest or (names[-1] if names else None)
+            self.store.index.count_request(deepest, reused, len(ids) - reused)
+        found.damage[:0] = self._problems
         return ResumeReport(
             prompt_tokens=len(ids),
             reused_tokens=reused,
             from_store=reused - min(held, reused),
-            stopped_by=self._why(ids, reused, leave, damage),
-            damage=tuple(damage),
+            stopped_by=self._why(ids, leave, found),
+            damage=tuple(found.damage),
         )
-
-    def _restore(
-        self, ids: TokenIds, limit: int, held: int, damage: list[str], lease: Lease
-    ) -> int:
-        """Load what is stored beyond the `held` tokens; how many the engine holds afterwards."""
-        while True:
-            match, tail = self._best(ids, limit, damage)
-            reusable = max(match.tokens, tail)
-            if reusable <= held or not self._is_worth_it(match, held, reusable, len(ids)):
-                return held
-            if match.blocks:
-                lease.keep(match.blocks[-1].name, wait=False)
-            landing, filled, missed = self._fill(match, tail, held)
-            if missed is not None:
-                damage.append(missed)
-                continue
-            if self.store.blocks.ram is not None:
-                self.store.blocks.ram.keep_chain(self.root, match.blocks, landing.rows, held)
-            try:
-                self.engine.load(landing, ids[:filled])
-            except EngineError as error:
-                damage.append(error.what)
-                return common_prefix(self.engine.token_ids(), ids)
-            return filled
-
-    def _is_worth_it(self, match: Match, held: int, reusable: int, prompt_tokens: int) -> bool:
-        """Whether restoring is not clearly slower than computing, where that was measured here."""
-        ram = self.store.blocks.ram
-        needed = [b for b in match.blocks if b.start + len(b.token_ids) > held]
-        from_memory = ram is not None and needed and all(block.name in ram for block in needed)
-        verdict = self.store.break_even.worth(
-            self._speed_key, held, reusable, prompt_tokens, "memory" if from_memory else "disk"
-        )
-        self._not_worth_it = verdict.reason
-        return verdict.worth
 
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
@@ -210,6 +170,7 @@ class Session:
             stored = len(names)
         else:
             record, tail = self._record(names, notes)
+            self._writer.lease_stored(wanted, lease)  # the draft must not take these blocks' room
             with self.store.sessions.draft(record, self.codec, self.layout, tail) as draft:
                 stored = self._put_what_fits(wanted, lease, partly)
                 self.store.sync(names[:stored])
@@ -327,63 +288,17 @@ class Session:
         except (Damaged, StoreError) as error:
             self._problems.append(error.what)
 
-    def _best(self, ids: TokenIds, limit: int, damage: list[str]) -> tuple[Match, int]:
-        """The longest stored prefix over blocks, and how far the session's own tail brings it."""
-        size = self.store.block_size
-        names = chain_names(self.root.key, ids, size)
-        try:
-            match = longest_prefix(self.store.blocks, self.root, names, ids, size, limit)
-        except StoreError as error:
-            damage.append(error.what)
-            return Match(0, ()), 0
-        record = self.stored.record if self.stored else None
-        if record is None:
-            return match, 0
-        if (record.root_id, record.identity) != (self.root.root_id, self.root.identity):
-            return match, 0
-        common = min(common_prefix(record.token_ids, ids), limit)
-        whole = match.tokens // size * size
-        reaches = whole >= record.tail_start and common > max(match.tokens, record.tail_start)
-        return match, common if reaches else 0
-
-    def _fill(self, match: Match, tail: int, held: int) -> tuple[Landing, int, str | None]:
-        """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
-        total = max(match.tokens, tail)
-        landing = self.engine.landing(total, held)
-        stop = match.tokens if not tail else self._tail_start()
-        if stop > held:
-            done, miss = read_blocks(
-                self.store.blocks, self.root, match.blocks, self.layout, landing.rows, held, stop
-            )
-            if miss is not None:
-                return landing, done, str(miss)
-        if tail:
-            assert self.stored is not None
-            try:
-                rows_of_tail = self.stored.tail_rows()
-            except Damaged as error:
-                self.stored = None
-                return landing, stop, f"tail of session {self.name!r}: {error.what}"
-            start = max(stop, held)
-            for name, rows in rows_of_tail.items():
-                landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]
-        return landing, total, None
-
-    def _tail_start(self) -> int:
-        assert self.stored is not None
-        return self.stored.record.tail_start
-
-    def _why(self, ids: TokenIds, reused: int, leave: int, damage: Sequence[str]) -> str:
-        if reused == len(ids):
+    def _why(self, ids: TokenIds, leave: int, found: Restored) -> str:
+        if found.tokens == len(ids):
             return "whole prompt"
-        if reused == len(ids) - leave:
+        if found.tokens == len(ids) - leave:
             return "whole prompt: the last token is always computed"
-        if damage:
-            return f"damaged: {damage[-1]}"
-        if self._not_worth_it:
-            return self._not_worth_it
+        if found.damage:
+            return f"damaged: {found.damage[-1]}"
+        if found.skipped:
+            return found.skipped
         record = self.stored.record if self.stored else None
-        return why_reuse_ended(self.store, self.root, self.tenant, ids, reused, record)
+        return why_reuse_ended(self.store, self.root, self.tenant, ids, found.tokens, record)
 
 
 def _try_again(work: Callable[[], _Done]) -> _Done:

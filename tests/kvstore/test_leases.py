@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 
 from kvsnap.formats.errors import StoreFull
-from kvsnap.kvstore import blocks, holds, sessions
-from kvsnap.kvstore import session as session_module
+from kvsnap.kvstore import blocks, chain_reader, holds, sessions
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
@@ -63,13 +62,13 @@ def test_a_chain_that_is_being_loaded_is_not_evicted(
     four_blocks: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A39: another process runs gc between look-up and load.
-    left, read = list[int](), session_module.read_blocks
+    left, read = list[int](), chain_reader.read_blocks
 
     def read_after_gc(*args: object) -> object:
         left.append(empty(four_blocks))
         return read(*args)
 
-    monkeypatch.setattr(session_module, "read_blocks", read_after_gc)
+    monkeypatch.setattr(chain_reader, "read_blocks", read_after_gc)
     engine = StampedEngine()
     report = Session(four_blocks, engine).resume(IDS)
     assert left == [4]

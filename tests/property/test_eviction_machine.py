@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,6 +35,8 @@ from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
 from kvsnap.testing.recount import assert_closed, assert_counts, disk_bytes, stored_blocks
 from kvsnap.testing.stamped import StampedEngine
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 4
 CAPACITY = 27_000
@@ -189,6 +192,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(capacity=CAPACITIES)
     def collect(self, capacity: int) -> None:
         """What a dry run says is what then happens, to the byte."""
+        self._forget_tidied()
         before, held = self._files(), self._held()
         was_going = len(self.going) + len(self.uncounted)
         with self._open(capacity) as store:

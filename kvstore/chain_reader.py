@@ -1,0 +1,123 @@
+"""Put the longest stored prefix of a prompt into an engine: look up, judge, read, load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvsnap.engines.base import Engine, Landing
+from kvsnap.formats.errors import Damaged, EngineError, StoreError
+from kvsnap.formats.identity import Root
+from kvsnap.formats.names import TokenIds, chain_names, common_prefix
+from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore.break_even import key_of
+from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.match import Match, longest_prefix, tail_reach
+from kvsnap.kvstore.restore import read_blocks
+from kvsnap.kvstore.store import Store
+
+
+@dataclass
+class Restored:
+    """`tokens` are in the engine now. `own` is the session's file, None once its tail failed;
+    `skipped` says why restoring more was not worth it, where it was not."""
+
+    own: SessionFile | None
+    tokens: int = 0
+    damage: list[str] = field(default_factory=list)
+    skipped: str = ""
+    deepest: bytes | None = None
+    """The last block that was read, perhaps only its front."""
+
+
+class ChainReader:
+    """Reads for one engine under one root."""
+
+    def __init__(self, store: Store, engine: Engine, root: Root) -> None:
+        self.store, self.engine, self.root = store, engine, root
+        self._speed_key = key_of(root.identity)
+        if store.blocks.ram is not None and engine.on_gpu:
+            store.blocks.ram.pin()
+
+    def restore(
+        self, ids: TokenIds, limit: int, held: int, lease: Lease, own: SessionFile | None
+    ) -> Restored:
+        """Load what is stored beyond the `held` tokens, at most `limit`. Whatever turns out damaged
+        makes it shorter: the search runs again without it."""
+        result = Restored(own, held)
+        while True:
+            match, tail = self._look_up(ids, limit, result)
+            reusable = max(match.tokens, tail)
+            if reusable <= held or not self._is_worth_it(match, held, reusable, len(ids), result):
+                return result
+            if match.blocks:
+                lease.keep(match.blocks[-1].name, wait=False)
+            landing, filled, missed = self._fill(match, tail, held, result)
+            if missed is not None:
+                result.damage.append(missed)
+                continue
+            if self.store.blocks.ram is not None:
+                self.store.blocks.ram.keep_chain(self.root, match.blocks, landing.rows, held)
+            try:
+                self.engine.load(landing, ids[:filled])
+                result.tokens = filled
+                result.deepest = match.blocks[-1].name if match.blocks else None
+            except EngineError as error:
+                result.damage.append(error.what)
+                result.tokens = common_prefix(self.engine.token_ids(), ids)
+            return result
+
+    def _look_up(self, ids: TokenIds, limit: int, result: Restored) -> tuple[Match, int]:
+        """The longest stored prefix over blocks, and how far the session's own tail brings it."""
+        size = self.store.block_size
+        names = chain_names(self.root.key, ids, size)
+        try:
+            match = longest_prefix(self.store.blocks, self.root, names, ids, size, limit)
+        except StoreError as error:
+            result.damage.append(error.what)
+            return Match(0, ()), 0
+        record = result.own.record if result.own else None
+        return match, tail_reach(record, self.root, match, ids, limit, size)
+
+    def _is_worth_it(
+        self, match: Match, held: int, reusable: int, prompt_tokens: int, result: Restored
+    ) -> bool:
+        """Whether restoring is not clearly slower than computing, where that was measured here."""
+        ram = self.store.blocks.ram
+        needed = [b for b in match.blocks if b.start + len(b.token_ids) > held]
+        from_memory = ram is not None and needed and all(block.name in ram for block in needed)
+        verdict = self.store.break_even.worth(
+            self._speed_key, held, reusable, prompt_tokens, "memory" if from_memory else "disk"
+        )
+        result.skipped = verdict.reason
+        return verdict.worth
+
+    def _fill(
+        self, match: Match, tail: int, held: int, result: Restored
+    ) -> tuple[Landing, int, str | None]:
+        """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
+        total = max(match.tokens, tail)
+        landing = self.engine.landing(total, held)
+        own = result.own if tail else None
+        stop = match.tokens if own is None else own.record.tail_start
+        if stop > held:
+            done, miss = read_blocks(
+                self.store.blocks,
+                self.root,
+                match.blocks,
+                self.engine.layout,
+                landing.rows,
+                held,
+                stop,
+            )
+            if miss is not None:
+                return landing, done, str(miss)
+        if own is not None:
+            try:
+                rows_of_tail = own.tail_rows()
+            except Damaged as error:
+                result.own = None
+                return landing, stop, f"tail of session {own.record.name!r}: {error.what}"
+            start = max(stop, held)
+            for name, rows in rows_of_tail.items():
+                landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]
+        return landing, total, None
