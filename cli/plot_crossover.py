@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from kvsnap.kvstore.crossover import Crossover
+    from kvsnap.kvstore.measure.crossover import Crossover
 
 SUFFIXES = (".png", ".svg")
 

@@ -17,7 +17,7 @@ from kvsnap.formats.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsnap.formats.names import TokenIds
-    from kvsnap.kvstore.crossover import Crossover
+    from kvsnap.kvstore.measure.crossover import Crossover
 
 EXAMPLES = """\b
 Examples:
@@ -74,7 +74,7 @@ def command(
         check_plot(plot)
     require_llama()
     from kvsnap.kvstore import break_even
-    from kvsnap.kvstore.crossover import DEFAULT_LENGTHS
+    from kvsnap.kvstore.measure.crossover import DEFAULT_LENGTHS
 
     loaded = Loaded(app, options, _room(options["model"], asked or DEFAULT_LENGTHS), None, None)
     try:
@@ -112,7 +112,7 @@ def _room(model: Path, lengths: Sequence[int]) -> int:
 def _measure(app: App, loaded: Any, lengths: list[int], codec: str) -> Crossover:
     from kvsnap.cli import interrupt
     from kvsnap.cli.progress import bar
-    from kvsnap.kvstore.crossover import DEFAULT_LENGTHS, measure
+    from kvsnap.kvstore.measure.crossover import DEFAULT_LENGTHS, measure
 
     chosen = lengths or [n for n in DEFAULT_LENGTHS if n <= loaded.engine.capacity]
     app.out.say("measuring; let nothing else run meanwhile")

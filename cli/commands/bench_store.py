@@ -13,7 +13,7 @@ from kvsnap.cli import units
 from kvsnap.cli.main import App
 
 if TYPE_CHECKING:
-    from kvsnap.kvstore.bench_store import StoreBench
+    from kvsnap.kvstore.measure.bench_store import StoreBench
 
 EXAMPLES = """\b
 Examples:
@@ -64,7 +64,7 @@ def command(app: App, blocks: int, keep: Path | None) -> None:
     """
     from kvsnap.cli import interrupt
     from kvsnap.cli.progress import bar
-    from kvsnap.kvstore.bench_store import HOW_BUILT, bench_store, temporary_folder
+    from kvsnap.kvstore.measure.bench_store import HOW_BUILT, bench_store, temporary_folder
     from kvsnap.kvstore.place import default_path
 
     beside = Path(app.store_path).expanduser() if app.store_path else default_path()

@@ -57,7 +57,7 @@ def command(
     from kvsnap.formats.codecs import DEFAULT_CODEC
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.conversation import new_prompt, next_prompt
-    from kvsnap.kvstore.explain import explain
+    from kvsnap.kvstore.explain.explain import explain
 
     source = read_source(prompt, prompt_file, messages, token_ids)
     tenant = read_tenant(tenant_key_file)

@@ -15,10 +15,10 @@ from kvsnap.engines.base import Landing
 from kvsnap.formats.errors import DoesNotFit, KvsnapError, UsageError
 from kvsnap.formats.identity import Identity
 from kvsnap.formats.names import TokenIds
-from kvsnap.kvstore import crossover, page_cache
 from kvsnap.kvstore.break_even import Record, key_of, this_machine
-from kvsnap.kvstore.crossover import Crossover, measure
 from kvsnap.kvstore.curve import curve
+from kvsnap.kvstore.measure import crossover, page_cache
+from kvsnap.kvstore.measure.crossover import Crossover, measure
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.stamped import StampedEngine

@@ -15,7 +15,7 @@ from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import break_even
 from kvsnap.kvstore.break_even import Record, key_of, this_machine
 from kvsnap.kvstore.curve import curve
-from kvsnap.kvstore.explain import ADVICE, Explanation, explain
+from kvsnap.kvstore.explain.explain import ADVICE, Explanation, explain
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store

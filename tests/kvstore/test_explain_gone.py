@@ -9,7 +9,7 @@ import pytest
 
 from kvsnap.formats.identity import root_of
 from kvsnap.formats.names import chain_names, token_array
-from kvsnap.kvstore.explain import Explanation, explain
+from kvsnap.kvstore.explain.explain import Explanation, explain
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsnap.kvstore.page_cache import drop
+from kvsnap.kvstore.measure.page_cache import drop
 
 
 def test_a_system_without_the_call_is_named(

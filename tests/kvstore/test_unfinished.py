@@ -12,10 +12,10 @@ import pytest
 from kvsnap.formats.names import token_array
 from kvsnap.kvstore import space, unfinished
 from kvsnap.kvstore.gc import gc
-from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
+from kvsnap.testing.killed import Killed, die, killed_between_rename_and_row
 from kvsnap.testing.recount import assert_closed, assert_counts, disk_bytes, stored_blocks
 from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn
@@ -48,11 +48,6 @@ def half_written(store: Store, size: int = 5000, written: int = 5000) -> Path:
     store.place.temporary.mkdir(exist_ok=True)
     room.path.write_bytes(bytes(written))
     return room.path
-
-
-def die(store: Store) -> None:
-    store.index.close()
-    store.owner.forget()
 
 
 def grow_old(path: Path) -> None:
@@ -157,27 +152,12 @@ def test_a_file_that_is_published_while_tmp_is_listed_is_not_counted_twice(
     assert store.index.query("SELECT * FROM unfinished") == []
 
 
-class Killed(BaseException):
-    pass
-
-
 def kill_between_rename_and_row(store: Store, ids: Sequence[int]) -> None:
-    """As far as the disk and other processes can tell: rolled back, nothing given back."""
-    publish = space.Room.publish
-
-    def rename_and_die(*args: object) -> None:
-        publish(*args)  # type: ignore[arg-type]
-        raise Killed
-
     engine = StampedEngine()
     engine.evaluate(token_array(ids))
-    with (
-        mock.patch.object(space.Room, "publish", rename_and_die),
-        mock.patch.object(space.Space, "_give_back"),
-        mock.patch.object(Lease, "end"),
-        pytest.raises(Killed),
-    ):
+    with killed_between_rename_and_row() as renamed:
         Session(store, engine, codec="raw").put_filled()
+    assert len(renamed) == 1
     die(store)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sqlite3
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ from hypothesis.stateful import (
 
 from kvsnap.formats.errors import NotAllStored, StoreFull
 from kvsnap.formats.names import chain_names
-from kvsnap.kvstore import holds, pins, space
+from kvsnap.kvstore import holds, pins
 from kvsnap.kvstore.gc import gc
-from kvsnap.kvstore.holds import LEASE_SECONDS, Lease
+from kvsnap.kvstore.holds import LEASE_SECONDS
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
+from kvsnap.testing.killed import die, killed_between_rename_and_row
 from kvsnap.testing.recount import assert_closed, assert_counts, disk_bytes, stored_blocks
 from kvsnap.testing.stamped import StampedEngine
 
@@ -52,10 +52,6 @@ SESSIONS = st.sampled_from(["a", "b", "c"])
 SECONDS = st.sampled_from([None, None, 50, 500])
 NUMBERS = st.integers(0, 10**6)
 CAPACITIES = st.sampled_from([1, 6_000, 10_000, 14_000, 18_000])
-
-
-class Killed(BaseException):
-    """Nothing that handles errors may go on after it."""
 
 
 class Clock:
@@ -89,7 +85,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.put: dict[bytes, tuple[int, ...]] = {}
         self.sessions: dict[str, list[int]] = {}
         self.pinned: dict[object, tuple[set[bytes], float]] = {}
-        self.leased: list[tuple[Any, Lease, set[bytes], float]] = []
+        self.leased: list[tuple[Any, set[bytes], float]] = []
         self.uncounted: set[bytes] = set()
         """Files without a row, as a writer was killed between the two. The next one deletes them."""
         self.going: set[bytes] = set()
@@ -149,12 +145,10 @@ class EvictionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._usable())
     @rule(number=NUMBERS, seconds=SECONDS)
     def pin_a_block(self, number: int, seconds: float | None) -> None:
-        name = self._some_block(number)
-        if name is not None:
-            chain = self._chain_to(name)
-            with self._room_or_full(chain):
-                self.store.pins.pin_block(name, seconds)
-                self.pinned[name] = (set(chain), self._until(seconds))
+        name, chain = self._some_block(number)
+        with self._room_or_full(chain):
+            self.store.pins.pin_block(name, seconds)
+            self.pinned[name] = (set(chain), self._until(seconds))
 
     @precondition(lambda self: self.pinned)
     @rule(number=NUMBERS)
@@ -169,13 +163,10 @@ class EvictionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._usable())
     @rule(number=NUMBERS)
     def take_a_lease(self, number: int) -> None:
-        name = self._some_block(number)
-        if name is not None:
-            context = self.store.holds.lease()
-            lease = context.__enter__()
-            assert lease.keep(name)
-            until = self.clock.now + LEASE_SECONDS
-            self.leased.append((context, lease, set(self._chain_to(name)), until))
+        name, chain = self._some_block(number)
+        context = self.store.holds.lease()
+        assert context.__enter__().keep(name)
+        self.leased.append((context, set(chain), self.clock.now + LEASE_SECONDS))
 
     @precondition(lambda self: self.leased)
     @rule(number=NUMBERS)
@@ -236,12 +227,20 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def crash_while_a_block_is_published(self, prompt: list[int]) -> None:
-        self._killed_between_rename_and_row(prompt)
+        engine = StampedEngine(capacity=64)
+        engine.evaluate(np.array(prompt, np.uint32))
+        with killed_between_rename_and_row() as renamed, contextlib.suppress(StoreFull):
+            Session(self.store, engine, codec="raw").put_filled()
+        self._forget_tidied()
+        for path in renamed:
+            record = read_record(path).record
+            self.put[record.name] = tuple(prompt[: record.start + BLOCK])
+            self.uncounted.add(record.name)
         self._die()
 
     def _die(self) -> None:
-        self.store.index.close()
-        self.store.owner.forget()
+        die(self.store)
+        self._forget_tidied()
         self.leased.clear()
         self.store = self._open()
 
@@ -343,29 +342,6 @@ class EvictionMachine(RuleBasedStateMachine):
         may_go = sum(size for name, (_, size) in blocks.items() if name not in held)
         assert disk_bytes(self.store.place) - may_go + LARGEST > CAPACITY
 
-    def _killed_between_rename_and_row(self, prompt: list[int]) -> None:
-        """The transaction is rolled back, and nothing is given back or tidied up any more."""
-        publish, renamed = space.Room.publish, list[Path]()
-
-        def kill(room: space.Room, db: sqlite3.Connection, target: Path) -> None:
-            publish(room, db, target)
-            renamed.append(target)
-            raise Killed
-
-        engine = StampedEngine(capacity=64)
-        engine.evaluate(np.array(prompt, np.uint32))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(space.Room, "publish", kill))
-            stack.enter_context(mock.patch.object(space.Space, "_give_back"))
-            stack.enter_context(mock.patch.object(Lease, "end"))
-            stack.enter_context(contextlib.suppress(Killed, StoreFull))
-            Session(self.store, engine, codec="raw").put_filled()
-        self._forget_tidied()
-        for path in renamed:
-            record = read_record(path).record
-            self.put[record.name] = tuple(prompt[: record.start + BLOCK])
-            self.uncounted.add(record.name)
-
     def _expected(self, prompt: list[int], name: str | None) -> int:
         """How many tokens the files on the disk, and the session's own tail, must give."""
         there = [self.put[name] for name in self._usable()]
@@ -396,17 +372,16 @@ class EvictionMachine(RuleBasedStateMachine):
         names = self._names(ids)
         return names[: next((n for n, name in enumerate(names) if name not in there), len(names))]
 
-    def _chain_to(self, name: bytes) -> list[bytes]:
-        return self._names(list(self.put[name]))
-
-    def _some_block(self, number: int) -> bytes | None:
+    def _some_block(self, number: int) -> tuple[bytes, list[bytes]]:
+        """One of them, and the chain that ends with it."""
         names = sorted(self._usable())
-        return names[number % len(names)] if names else None
+        name = names[number % len(names)]
+        return name, self._names(list(self.put[name]))
 
     def _held(self) -> set[bytes]:
         self._forget_expired()
         held = [blocks for blocks, _ in self.pinned.values()]
-        held += [blocks for _, _, blocks, _ in self.leased]
+        held += [blocks for _, blocks, _ in self.leased]
         return set().union(*held)
 
     def _forget_expired(self) -> None:
@@ -414,7 +389,7 @@ class EvictionMachine(RuleBasedStateMachine):
         for what, (_, until) in list(self.pinned.items()):
             if until < self.clock.now:
                 self.pinned[what] = (set(), until)
-        for entry in [entry for entry in self.leased if entry[3] < self.clock.now]:
+        for entry in [entry for entry in self.leased if entry[2] < self.clock.now]:
             self.leased.remove(entry)
 
     def _until(self, seconds: float | None) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from kvsnap.engines.base import Engine
 from kvsnap.engines.text import TextEngine
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
-from kvsnap.kvstore.dry_match import Found
+from kvsnap.kvstore.explain.dry_match import Found
 from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.session import Session
 

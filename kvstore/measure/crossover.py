@@ -19,9 +19,10 @@ from kvsnap.engines.base import Engine
 from kvsnap.formats.codecs import DEFAULT_CODEC
 from kvsnap.formats.errors import DoesNotFit, KvsnapError, UsageError
 from kvsnap.formats.names import TokenIds, chain_names
-from kvsnap.kvstore import break_even, files, page_cache
+from kvsnap.kvstore import break_even, files
 from kvsnap.kvstore.break_even import TIERS, Record
 from kvsnap.kvstore.curve import Curve, curve
+from kvsnap.kvstore.measure import page_cache
 from kvsnap.kvstore.place import Place, write_settings
 from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.session import Session

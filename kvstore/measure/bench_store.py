@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.kvstore import files
-from kvsnap.kvstore.synthetic import BLOCK_SIZE, Built, build
+from kvsnap.kvstore.measure.synthetic import BLOCK_SIZE, Built, build
 
 OPENS = 5
 HOW_BUILT = (
@@ -100,7 +100,14 @@ def _fresh(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Run one of the measurements of store_timings.py in a process of its own."""
-    command = [sys.executable, "-m", "kvsnap.kvstore.store_timings", what, str(folder), str(blocks)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvsnap.kvstore.measure.store_timings",
+        what,
+        str(folder),
+        str(blocks),
+    ]
     last = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -16,7 +16,7 @@ from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.identity import Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.formats.session import SessionRecord
-from kvsnap.kvstore.dry_match import Found, Loss
+from kvsnap.kvstore.explain.dry_match import Found, Loss
 from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.session_file import read_session

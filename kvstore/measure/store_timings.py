@@ -2,7 +2,7 @@
 building nor another measurement is in its memory, and nothing is open or warm that a command would
 not find so:
 
-    python -m kvsnap.kvstore.store_timings open|rebuild|use FOLDER BLOCKS
+    python -m kvsnap.kvstore.measure.store_timings open|rebuild|use FOLDER BLOCKS
 
 Prints lines of progress, `DONE TOTAL`, and one of JSON.
 """
@@ -21,13 +21,13 @@ from numpy.random import PCG64, Generator
 
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.names import TokenIds, block_name, chain_names
-from kvsnap.kvstore import synthetic
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.match import longest_prefix
+from kvsnap.kvstore.measure import synthetic
+from kvsnap.kvstore.measure.synthetic import BLOCK_SIZE, ROOT
 from kvsnap.kvstore.stats import stats
 from kvsnap.kvstore.store import Store
-from kvsnap.kvstore.synthetic import BLOCK_SIZE, ROOT
 
 LOOK_UPS = 50
 CHANGES = 300

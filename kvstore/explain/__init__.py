@@ -1,0 +1,1 @@
+"""Why a prompt would hit or miss, found without touching anything."""
