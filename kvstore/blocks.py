@@ -65,6 +65,7 @@ class Blocks:
         self._seen: set[bytes] = set()
         """Blocks that this process wrote, or read whole and right."""
         self._doubtful: set[bytes] = set()
+        self._read_again: set[bytes] = set()
 
     def offers(self, name: bytes) -> bool:
         """Whether a block can be read, as far as index, memory and verdicts tell. True for all
@@ -78,19 +79,19 @@ class Blocks:
         row = self.index.find(name)
         if row is None or row.lost is not None or not row.reachable or name in self.misses:
             return False
-        if row.sync_failed or name in self._doubtful:
+        if row.synced == FAILED or name in self._doubtful:
             return False
-        size = files.file_size(self.place.block(name))
+        size, changed = files.size_and_change(self.place.block(name))
         if size == row.bytes:
-            return self._believed(row)
+            return self._believed(row, changed)
         self.set_aside(name, "the file is missing" if size is None else "the file's length changed")
         return False
 
-    def _believed(self, row: Row) -> bool:
+    def _believed(self, row: Row, changed: int) -> bool:
         """An unsynced file of an earlier process may have its length and not its content, after a
         power cut; before it counts as saved it is read. One of this process, or a synced one, not.
         """
-        if row.synced or row.name in self._seen:
+        if row.synced == changed or row.name in self._seen:
             return True
         size = _intact_size(self.place.block(row.name), row.name, None)
         if size == row.bytes:
@@ -133,7 +134,7 @@ class Blocks:
             with self.index.transaction() as db:
                 there = self._already_there(root, wanted)
                 if not there:
-                    self.index.insert(db, record, packed.size, codec.id, synced=False)
+                    self.index.insert(db, record, packed.size, codec.id)
                 if lease is not None:
                     lease.move(db, wanted.name, deeper=True)
                 if not there:
@@ -173,11 +174,11 @@ class Blocks:
         for name, array in out.items():
             array[...] = whole[name][:, tokens]
 
-    def set_aside(self, name: bytes, reason: str, fits: Fits | None = None) -> None:
+    def set_aside(self, name: bytes, reason: str, fits: Fits | None = None) -> bool:
         """Quarantine a block's file and mark what follows it unreachable, in one transaction.
 
-        The file is looked at again inside: another process may have stored the block anew. In a
-        store that cannot be written only this process remembers the verdict.
+        The file is looked at again inside: another process may have stored the block anew; True
+        where it has. In a store that cannot be written only this process remembers the verdict.
         """
         self.misses[name] = reason
         self._seen.discard(name)
@@ -187,19 +188,20 @@ class Blocks:
                 row = self.index.find(name)
                 if row is not None and (size := _intact_size(path, name, fits)):
                     self.index.correct_size(db, name, size)
-                    return
+                    return True
                 if row is not None:
                     self.index.lose(db, name, reason)
                 self.place.set_aside(path, reason)
         except StoreError:
-            return  # remembered above; the caller's read goes on without the block
+            pass  # remembered above; the caller's read goes on without the block
+        return False
 
     def doubt(self, names: Sequence[bytes]) -> None:
         """Blocks that could not be brought to the device: good to read, but not to rely on."""
         self._doubtful.update(names)
         self._seen.difference_update(names)
         with contextlib.suppress(StoreError):  # this process remembers; others may have to find out
-            self.index.mark_synced(names, FAILED)
+            self.index.mark_failed(names)
 
     def _load(self, root: Root, wanted: Wanted, layout: Layout) -> BlockFile:
         """The block over this thread's scratch buffer: decode it before the next one is read."""
@@ -226,11 +228,13 @@ class Blocks:
     def _already_there(self, root: Root, wanted: Wanted) -> bool:
         """Whether another process stored the block meanwhile, or a verdict of ours was rash."""
         row, path = self.index.find(wanted.name), self.place.block(wanted.name)
-        if row is None or not row.reachable or files.file_size(path) != row.bytes:
+        if row is None or not row.reachable or row.synced == FAILED:
             return False
-        if row.sync_failed or wanted.name in self._doubtful:
+        size, changed = files.size_and_change(path)
+        if size != row.bytes or wanted.name in self._doubtful:
             return False
-        if wanted.name not in self.misses and (row.synced or wanted.name in self._seen):
+        known = row.synced == changed or wanted.name in self._seen
+        if known and wanted.name not in self.misses:
             return True
         return _intact_size(path, wanted.name, _fits(root, wanted)) == row.bytes
 
@@ -248,9 +252,13 @@ class Blocks:
             raise Damaged(found)
 
     def _missed(self, root: Root, wanted: Wanted, reason: str, *, aside: bool) -> Miss:
-        if aside:
-            self.set_aside(wanted.name, reason, _fits(root, wanted))
+        intact = aside and self.set_aside(wanted.name, reason, _fits(root, wanted))
         self.misses[wanted.name] = reason
+        if intact and wanted.name not in self._read_again:
+            # Evicted and stored again while it was read. Once: a disk that reads now right, now
+            # wrong, must not keep the caller looking for ever.
+            self._read_again.add(wanted.name)
+            self.misses.pop(wanted.name, None)
         with contextlib.suppress(StoreError):
             if self.index.find(wanted.name) is None:
                 # Evicted between look-up and read. Nothing offers it any more, and whoever stores

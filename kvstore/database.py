@@ -10,6 +10,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +23,15 @@ from kvsnap.kvstore.sqlite import (
     WAIT_SECONDS,
     connect,
     is_damage,
+    open_connection,
     sqlite_errors,
     statements,
 )
 
 Work = Callable[[sqlite3.Connection], None]
+MOST_NOTES = 1000
+"""Of a store that cannot be written; the oldest go."""
+_INHERITED: list[sqlite3.Connection] = []
 
 
 class Database:
@@ -42,7 +47,9 @@ class Database:
         self.path = path
         self._fill = fill
         self._local = threading.local()
-        self._noted: deque[Work] = deque()
+        self._connections: list[tuple[threading.Thread, sqlite3.Connection]] = []
+        self._noted: deque[Work] = deque(maxlen=MOST_NOTES)
+        _databases.add(self)
         self._damaged = False
         """A damaged file stands where it cannot be removed: pass it over."""
 
@@ -109,9 +116,30 @@ class Database:
     def close(self) -> None:
         """Close this thread's connection."""
         connection = getattr(self._local, "connection", None)
-        if connection is not None and self._local.process == os.getpid():
+        if connection is not None:
             connection.close()
         self._local.connection = None
+        self._forget_ended_threads()
+
+    def before_fork(self) -> None:
+        """SQLite must not meet a connection in two processes (sqlite.org/howtocorrupt, 2.6): a child
+        would take no locks of its own, and the parent would delete the log under it."""
+        connection = getattr(self._local, "connection", None)
+        if connection is not None and not connection.in_transaction:
+            self.close()
+
+    def after_fork(self) -> None:
+        """In the child: other threads' connections are kept, unused, for closing them is as bad."""
+        _INHERITED.extend(connection for _, connection in self._connections)
+        self._connections, self._local = [], threading.local()
+        self._noted.clear()  # they are the parent's to write
+
+    def _forget_ended_threads(self) -> None:
+        """Close connections that nobody uses any more. This thread's own stays."""
+        ended = [pair for pair in self._connections if not pair[0].is_alive()]
+        self._connections = [pair for pair in self._connections if pair[0].is_alive()]
+        for _, connection in ended:
+            connection.close()
 
     def discard(self) -> None:
         """Remove a damaged file, which holds nothing that the store's files lack; not the one
@@ -121,21 +149,22 @@ class Database:
         self._damaged = True
         if os.access(self.path.parent, os.W_OK):
             self._damaged = False
-            if opened in (None, _file_key(self.path)):
-                for suffix in ("", "-wal", "-shm"):
-                    Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+            # Alone, and the log first: a log must never be deleted that belongs to a newer file.
+            with one_at_a_time(self.path.parent):
+                if opened in (None, _file_key(self.path)):
+                    for suffix in ("-wal", "-shm", ""):
+                        Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         self._local.file = None
 
     def _connection(self, for_writing: bool = False) -> sqlite3.Connection:
         """This thread's connection, opened anew where the file was replaced under it.
 
         Where the folder is missing or cannot be written, the file is read as it is or built in
-        memory; the first write after the folder has come into being opens it properly. A child
-        process must not use its parent's connection (sqlite.org/howtocorrupt, 2.6).
+        memory; the first write after the folder has come into being opens it properly.
         """
         local = self._local
         held: sqlite3.Connection | None = getattr(local, "connection", None)
-        if held is not None and local.process == os.getpid():
+        if held is not None:
             current = local.file == _file_key(self.path) or (
                 local.in_memory and not stands(self.path.parent)
             )
@@ -153,7 +182,8 @@ class Database:
                 self.discard()
                 connection = self._open(writable)
         local.connection, local.file = connection, _file_key(self.path)
-        local.in_memory, local.process = not writable, os.getpid()
+        local.in_memory = not writable
+        self._connections.append((threading.current_thread(), connection))
         return connection
 
     def _open(self, writable: bool) -> sqlite3.Connection:
@@ -162,9 +192,9 @@ class Database:
         elif stands(self.path) and not self._damaged:
             # immutable: a WAL database in a folder that cannot be written opens in no other way.
             uri = f"{self.path.absolute().as_uri()}?immutable=1"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+            connection = open_connection(uri, uri=True)
         else:
-            connection = sqlite3.connect(":memory:", isolation_level=None)
+            connection = open_connection(":memory:")
         try:
             connection.execute("PRAGMA foreign_keys = ON")
             if _version(connection) == self.version:
@@ -173,7 +203,7 @@ class Database:
                 return connection
             if not writable:  # an older index cannot be renewed in place: build one in memory
                 connection.close()
-                connection = sqlite3.connect(":memory:", isolation_level=None)
+                connection = open_connection(":memory:")
             # Filling a new index takes minutes for a million files: the others wait as long, which
             # SQLite's own waiting would not.
             with one_at_a_time(self.path.parent) if writable else contextlib.nullcontext():
@@ -223,3 +253,20 @@ def _file_key(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for database in list(_databases):
+        database.before_fork()
+
+
+def _after_fork() -> None:
+    for database in list(_databases):
+        database.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""What is wrong with a store or an engine, and what to do about it. Nothing is changed."""
+"""What is wrong with a store or an engine, and what to do about it. Nothing that is stored is changed."""
 
 from __future__ import annotations
 

@@ -53,12 +53,10 @@ class Plan:
 
 @dataclass
 class Freed:
-    """What really went. `rows`: also of blocks whose files cannot be deleted now, which then are
-    not the first to go for ever."""
+    """What really went."""
 
     blocks: list[bytes] = field(default_factory=list)
     bytes: int = 0
-    rows: int = 0
 
 
 class Eviction:
@@ -75,8 +73,8 @@ class Eviction:
         plan = self.plan(need)
         if plan.short > 0:
             return False  # the write fails anyhow: nothing goes for it
-        freed = self.apply(plan)
-        return bool(freed.bytes or freed.rows)
+        self.apply(plan)
+        return True  # another process may have been faster with these: ask again
 
     def plan(self, need: int) -> Plan:
         """What frees `need` bytes: dead writers' files in any case, then quarantine, then the least
@@ -115,7 +113,6 @@ class Eviction:
             batch = plan.blocks[at : at + BATCH]
             with self.index.transaction() as db:
                 going = [victim for victim in batch if self._let_go(db, victim)]
-            freed.rows += len(going)
             with self.index.transaction() as db:
                 for victim in going:
                     if self.unfinished.finish(db, victim.name) and victim.bytes:

@@ -177,9 +177,22 @@ def file_size(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
+def size_and_change(path: Path) -> tuple[int | None, int]:
+    """Length of a regular file and its time of change (ns), which every writing and renaming sets;
+    (None, 0) where there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None, 0
+    return (status.st_size, status.st_ctime_ns) if stat.S_ISREG(status.st_mode) else (None, 0)
+
+
 def sync(paths: Iterable[Path]) -> dict[Path, KvsnapError]:
     """Bring files or folders to the device, several at once; returns those that failed, and why."""
     todo = list(dict.fromkeys(paths))
+    if len(todo) == 1:
+        error = _sync_one(todo[0])
+        return {} if error is None else {todo[0]: error}
     with ThreadPoolExecutor(SYNC_THREADS) as pool:
         results = zip(todo, pool.map(_sync_one, todo), strict=True)
         return {path: error for path, error in results if error is not None}

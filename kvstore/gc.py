@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvsnap.formats.errors import StoreError
 from kvsnap.kvstore import files
@@ -58,12 +59,16 @@ def gc(
         kept_bytes=used - freed if dry_run else store.space.used(),
         dry_run=dry_run,
         short_bytes=max(0, plan.short),
-        unfinished=len(plan.unfinished),
-        quarantined=len(plan.quarantined),
+        unfinished=_gone(plan.unfinished, dry_run),
+        quarantined=_gone(plan.quarantined, dry_run),
         adopted=adopted,
         vanished=vanished,
         sessions_cut=cut,
     )
+
+
+def _gone(planned: list[tuple[Path, int]], dry_run: bool) -> int:
+    return sum(dry_run or not files.stands(path) for path, _ in planned)
 
 
 def _look(store: Store, *, must: bool) -> tuple[int, int]:
@@ -71,7 +76,7 @@ def _look(store: Store, *, must: bool) -> tuple[int, int]:
     more, what tmp/ and sessions take, and `_compare`. A dry run does without where it cannot write.
     """
     with contextlib.suppress(StoreError):
-        store.pins.compare()
+        store.pins.compare(delete=must)
         with store.index.transaction() as db:
             store.holds.end_dead(db)
     store.space.unfinished.recount()

@@ -7,6 +7,7 @@ ends with the call, with its process, or, where neither can be told, an hour aft
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -65,9 +66,10 @@ class Lease:
             if moved.rowcount:
                 return True  # else the index was built anew under us
         self._key = key
-        row = ("lease", key, until, found[0])
-        sql = "INSERT INTO holds(kind, owner, until, block) VALUES (?, ?, ?, ?)"
-        self._id = db.execute(sql, row).lastrowid
+        # Random: a new index counts from 1 again, and must not take one lease for another.
+        self._id = secrets.randbits(62)
+        row = (self._id, "lease", key, until, found[0])
+        db.execute("INSERT INTO holds(id, kind, owner, until, block) VALUES (?, ?, ?, ?, ?)", row)
         return True
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ the sibling with the longest common prefix is a neighbour of the asked ids.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsnap.formats.block import BlockRecord
@@ -33,15 +33,15 @@ class Row:
     start: int
     tokens: bytes
     bytes: int
-    synced: bool
-    sync_failed: bool
-    """Its content may be lost whatever a later sync says: it has to be written anew."""
+    synced: int
+    """The time of change (ns) of the file that was brought to the device: another file under the
+    name, or this row in an index that a power cut set back, does not count as synced. 0: none was.
+    FAILED: its content may be lost whatever a later sync says, it has to be written anew."""
     reachable: bool
     lost: str | None
 
 
-SYNCED, FAILED = 1, 2
-"""Values of `synced`; 0: not yet."""
+FAILED = -1
 _ROW = "name, start, tokens, bytes, synced, reachable, lost"
 
 
@@ -75,9 +75,7 @@ class Index(Database):
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
         return self._rows(after, [*keys[0], tokens]) + self._rows(before, [*keys[0], tokens])
 
-    def insert(
-        self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str, *, synced: bool
-    ) -> None:
+    def insert(self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str) -> None:
         """Add or renew a block's row inside a transaction; its parent must be there.
 
         Storing a lost block again makes what follows it reachable.
@@ -113,7 +111,7 @@ class Index(Database):
                 size,
                 codec,
                 counter(db, "clock"),
-                int(synced),
+                0,
                 int(reachable),
             ),
         )
@@ -146,12 +144,18 @@ class Index(Database):
         db.execute("UPDATE blocks SET bytes = ? WHERE name = ?", (size, name))
         settle_chain_bytes(db, name)
 
-    def mark_synced(self, names: Sequence[bytes], value: int = SYNCED) -> None:
+    def mark_synced(self, changed: Mapping[bytes, int]) -> bool:
+        """Note the files that were brought to the device; False where another process's sync of one
+        of them failed meanwhile: that is not to be forgotten."""
         with self.transaction() as db:
-            db.executemany(
-                "UPDATE blocks SET synced = ? WHERE name = ? AND lost IS NULL",
-                [(value, name) for name in names],
-            )
+            sql = "UPDATE blocks SET synced = ? WHERE name = ? AND lost IS NULL AND synced != ?"
+            done = [db.execute(sql, (at, name, FAILED)).rowcount for name, at in changed.items()]
+        return all(done)
+
+    def mark_failed(self, names: Sequence[bytes]) -> None:
+        with self.transaction() as db:
+            sql = "UPDATE blocks SET synced = ? WHERE name = ? AND lost IS NULL"
+            db.executemany(sql, [(FAILED, name) for name in names])
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
         """Rows of blocks; a row that cannot be one is damage like any other."""
@@ -204,12 +208,12 @@ def settle_chain_bytes(db: sqlite3.Connection, name: bytes) -> None:
 
 def _row(found: tuple) -> Row:
     name, start, tokens, size, synced, reachable, lost = found
-    if [type(value) for value in found[:4]] != [bytes, int, bytes, int]:
+    if [type(value) for value in found[:5]] != [bytes, int, bytes, int, int]:
         raise Damaged("a row of the index has values of other types")
     impossible = lost is not None and (reachable or not isinstance(lost, str))
     if len(name) != 32 or len(tokens) % 4 or impossible:
         raise Damaged("a row of the index has impossible values")
-    return Row(name, start, tokens, size, synced == SYNCED, synced == FAILED, bool(reachable), lost)
+    return Row(name, start, tokens, size, synced, bool(reachable), lost)
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

@@ -42,6 +42,11 @@ class Owner:
                 self._take()
             return self._id
 
+    @property
+    def known(self) -> str:
+        """The id, if there is one already."""
+        return self._id
+
     def is_alive(self, owner: str) -> bool:
         """Whether an owner still runs. Where that cannot be told, it counts as alive."""
         if owner == self._id:

@@ -10,7 +10,7 @@ from kvsnap.formats.errors import StoreError
 MOUNTS = Path("/proc/self/mountinfo")
 """Linux's table of mounts; elsewhere nothing is refused."""
 NETWORK = re.compile(
-    r"nfs\d?|cifs|smb\w*|ncpfs|afs|ceph|glusterfs|lustre|beegfs|gpfs|orangefs|davfs|"
+    r"nfs\d?|cifs|smb\w*|ncpfs|afs|ceph|glusterfs|lustre|beegfs|gpfs|orangefs|davfs|vboxsf|prl_fs|"
     r"fuse\.(sshfs|glusterfs|ceph\S*|s3fs|rclone|gcsfuse|goofys|mount-s3|juicefs|davfs2?|smbnetfs)"
 )
 

@@ -74,8 +74,13 @@ class Pins:
         if there:
             files.sync_all([path.parent])
 
-    def compare(self) -> None:
-        """Make the rows those of the files: whoever is killed between the two leaves only one."""
+    def compare(self, *, delete: bool) -> None:
+        """Delete expired pins, if so asked, and make the rows those of the files: whoever is killed between the
+        two leaves only one."""
+        for path in pin_paths(self.place) if delete else ():
+            with contextlib.suppress(KvsnapError, OSError):
+                if 0 < read_pin(path).until < time.time():
+                    path.unlink()
         if self._rows() == {pin_key(path) for path in pin_paths(self.place)}:
             return
         with self.index.transaction() as db:

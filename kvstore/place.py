@@ -15,6 +15,7 @@ from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, StoreError, Unsupported
 from kvsnap.formats.fields import FORMAT_VERSION
 from kvsnap.kvstore import files
+from kvsnap.kvstore.locks import one_at_a_time
 
 SETTINGS = "kvsnap.json"
 DEFAULT_BLOCK_SIZE = 64
@@ -163,9 +164,9 @@ def write_settings(place: Place) -> None:
 def change_settings(place: Place, key: str, value: Any) -> None:
     """Set one field of kvsnap.json, JSON, and keep the others; the store is made where it is not."""
     write_settings(place)
-    with files.store_errors(place.settings):
+    with one_at_a_time(place.root), files.store_errors(place.settings):
         record = json.loads(bytes(files.read_whole(place.settings)))
-    _replace_settings(place, record | {key: value})
+        _replace_settings(place, record | {key: value})
 
 
 def _replace_settings(place: Place, record: dict[str, Any]) -> None:

@@ -207,7 +207,7 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found) -> None:
     unreachable, as after a rebuild."""
     record = found.record
     try:
-        index.insert(db, record, found.size, found.codec, synced=False)
+        index.insert(db, record, found.size, found.codec)
     except Vanished:
         root = root_number(db, record.root_id, record.identity)
         db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, found.codec))

@@ -15,7 +15,7 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
 """In an order in which they can be dropped."""
 

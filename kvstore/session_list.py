@@ -132,8 +132,11 @@ class SessionList:
         if new or rows:
             with contextlib.suppress(StoreError), self.index.transaction() as db:
                 for path, status, facts in new:
-                    _note(db, path, status, facts)
-                db.executemany("DELETE FROM sessions WHERE path = ?", [(p,) for p in rows])
+                    if _is_still(path, status):  # else its writer has noted it meanwhile
+                        _note(db, path, status, facts)
+                for gone in rows:
+                    if not (self.place.sessions / gone).exists():
+                        db.execute("DELETE FROM sessions WHERE path = ?", (gone,))
         return found
 
     def _stored(self, path: Path, facts: Facts) -> int:
@@ -194,6 +197,13 @@ def _write(
         " facts = excluded.facts",
         (pin_key(path), stamp, size, saved, json.dumps(asdict(facts))),
     )
+
+
+def _is_still(path: Path, status: os.stat_result) -> bool:
+    try:
+        return stamp_of(path.lstat()) == stamp_of(status)
+    except OSError:
+        return False
 
 
 def _length(status: os.stat_result) -> int:

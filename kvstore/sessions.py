@@ -10,13 +10,14 @@ from pathlib import Path
 
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
-from kvsnap.formats.errors import Damaged, NotFound, SessionMoved
+from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
 from kvsnap.formats.session_name import session_file_name
 from kvsnap.kvstore import files
 from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key
 from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.locks import one_at_a_time
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.session_file import no_session, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
@@ -94,14 +95,20 @@ class Sessions:
         files.sync_all([room.path])
         with files.store_errors(room.path):
             inode = room.path.stat().st_ino
-        with self.index.transaction() as db:
-            if self.version(record.tenant_id, record.name) != started_from:
-                return None
-            if started_from == (0, "") and files.stands(path):
-                self.place.set_aside(path, "a session file that could not be read")
-            follow_pin(db, pin_key(path), record.chain)
-            count_session(db, path, draft.packed.size, record)
-            room.publish(db, path)
+        # The folder's lock besides the transaction: the index may be thrown away and built anew, and
+        # two processes must not compare and rename in the old one and the new one at once.
+        try:
+            with one_at_a_time(path.parent), self.index.transaction() as db:
+                if self.version(record.tenant_id, record.name) != started_from:
+                    return None
+                if started_from == (0, "") and files.stands(path):
+                    self.place.set_aside(path, "a session file that could not be read")
+                follow_pin(db, pin_key(path), record.chain)
+                count_session(db, path, draft.packed.size, record)
+                room.publish(db, path)
+        except StoreError:
+            if not room.published:
+                raise  # else the file stands, and the next listing finds what the index missed
         note_session(self.index, path, inode, record)
         return parse_session(memoryview(b"".join(draft.packed.buffers)))
 
@@ -112,11 +119,12 @@ class Sessions:
         number = 2
         while True:
             name = f"{record.name}@{number}"
+            number += 1
+            if files.stands(self.path(record.tenant_id, name)):
+                continue
             beside = dataclasses.replace(record, name=name, revision=1)
             with self.draft(beside, codec, layout, tail) as draft:
-                written = None
-                if not files.stands(self.path(record.tenant_id, name)):
-                    written = self.publish(draft, (0, ""))
+                written = self.publish(draft, (0, ""))
             if written is not None:
                 self.sync(beside)
                 return SessionMoved(
@@ -125,7 +133,6 @@ class Sessions:
                     f" this one is stored as {name!r}",
                     f"kvsnap show {name} shows it; kvsnap rm removes the one you do not want",
                 )
-            number += 1
 
     def sync(self, record: SessionRecord) -> None:
         """Bring the folders' entries of a saved session to the device."""

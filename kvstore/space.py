@@ -35,6 +35,11 @@ class Room:
     block: bytes | None = None
     published: bool = False
 
+    @property
+    def names(self) -> set[str]:
+        """What is noted of it while it is written."""
+        return {self.path.name} | ({self.block.hex()} if self.block is not None else set())
+
     def publish(self, db: sqlite3.Connection, target: Path) -> None:
         """Inside a transaction, and last in it: rename the file to where it belongs. What fails
         before leaves no file that the caller does not know of."""
@@ -54,6 +59,7 @@ class Space:
     def __init__(self, place: Place, index: Index, holds: Holds, budget: Budget) -> None:
         self.place, self.index, self.holds, self.budget = place, index, holds, budget
         self.unfinished = Unfinished(place, index, holds.owner)
+        self._prepared = False
         self.eviction = Eviction(place, index, holds, self.unfinished)
 
     def used(self) -> int:
@@ -76,7 +82,9 @@ class Space:
 
         Raises `StoreFull` before anything is written where there is no room to be made.
         """
-        write_settings(self.place)
+        if not self._prepared or not files.stands(self.place.settings):  # removed under us
+            write_settings(self.place)
+            self._prepared = True
         self.unfinished.clean_once()
         room, kept = self._reserve(packed.size, block), False
         try:
@@ -89,6 +97,7 @@ class Space:
                 raise Vanished("the file being written went from tmp/", "save again") from error
             raise
         finally:
+            self.unfinished.open -= room.names
             if not kept:
                 self._give_back(room)
 
@@ -100,15 +109,24 @@ class Space:
                 "raise it: --capacity, KVSNAP_CAPACITY or kvsnap.json",
             )
         room = Room(self.place.temporary / unfinished_name(self.holds.owner.id), block)
+        self.unfinished.open |= room.names
+        try:
+            self._make_room_for(room, size)
+        except BaseException:
+            self.unfinished.open -= room.names
+            raise
+        return room
+
+    def _make_room_for(self, room: Room, size: int) -> None:
         for _ in range(TRIES):
             with self.index.transaction() as db:
                 need = self.missing(size)
                 if need <= 0:
                     row = (room.path.name, self.holds.owner.id, size)
                     db.execute("INSERT INTO unfinished VALUES (?, ?, ?)", row)
-                    if block is not None:
-                        self.unfinished.note_block(db, block, 0)
-                    return room
+                    if room.block is not None:
+                        self.unfinished.note_block(db, room.block, 0)
+                    return
             if not self.eviction.make_room(need):
                 break
         raise StoreFull(*self._full(size))

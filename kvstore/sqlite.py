@@ -43,10 +43,18 @@ ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """A damaged schema makes error messages that Python's layer fails to decode."""
 
 
+def open_connection(path: Path | str, *, uri: bool = False) -> sqlite3.Connection:
+    """A connection without transactions of its own making. One thread uses it; another one may have
+    to close it."""
+    return sqlite3.connect(
+        path, timeout=WAIT_SECONDS, isolation_level=None, uri=uri, check_same_thread=False
+    )
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Open the database at `path` for reading and writing; it is created where it is missing."""
     _create(path)
-    connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
+    connection = open_connection(path)
     _use_write_ahead_log(connection)
     # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
     # never a session: those are files.

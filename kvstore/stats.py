@@ -13,7 +13,7 @@ from kvsnap.kvstore.store import Store
 class Stats:
     """`bytes` counts what the budget counts: all files of blocks and sessions, unfinished ones and
     quarantine. `bytes_saved_by_sharing`: what the chains of all sessions, and the stored chains
-    without one, would take more if none shared a block. `leased`: calls that hold blocks now."""
+    without one, would take more if none shared a block (of a damaged chain, as long as it was). `leased`: calls that hold blocks now."""
 
     blocks: int
     bytes: int

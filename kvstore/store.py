@@ -16,7 +16,7 @@ from kvsnap.kvstore.break_even import BreakEven
 from kvsnap.kvstore.break_even import read as read_break_even
 from kvsnap.kvstore.budget import budget, parse_size
 from kvsnap.kvstore.holds import Holds
-from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.index import FAILED, Index
 from kvsnap.kvstore.locks import Owner
 from kvsnap.kvstore.mounts import refuse_network_file_system
 from kvsnap.kvstore.pins import Pins, fill_pins
@@ -89,25 +89,26 @@ class Store:
         the kernel may drop the pages and let the next one succeed, so blocks that it failed for are
         noted, and written anew by the next save of any process.
         """
-        rows = {name: self.index.find(name) for name in names}
-        for name, row in rows.items():
-            gone = row is None or not row.reachable or self._size(name) != row.bytes
-            if gone or (row is not None and row.sync_failed):
-                raise Vanished("a block was removed while its session was saved", "save again")
-        due = [name for name, row in rows.items() if row is not None and not row.synced]
+        gone = Vanished("a block was removed while its session was saved", "save again")
+        due: dict[bytes, int] = {}
+        for name in names:
+            row = self.index.find(name)
+            size, changed = files.size_and_change(self.place.block(name))
+            if row is None or not row.reachable or size != row.bytes or row.synced == FAILED:
+                raise gone
+            if row.synced != changed:
+                due[name] = changed
         failed = files.sync(self.place.block(name) for name in due)
         if any(isinstance(error.__cause__, FileNotFoundError) for error in failed.values()):
-            raise Vanished("a block was removed while its session was saved", "save again")
+            raise gone
         if failed:
             self.blocks.doubt([name for name in due if self.place.block(name) in failed])
             raise next(iter(failed.values()))
         if due:
             folders = {self.place.block(name).parent for name in due}
             files.sync_all([*folders, self.place.blocks, self.place.root])
-            self.index.mark_synced(due)
-
-    def _size(self, name: bytes) -> int | None:
-        return files.file_size(self.place.block(name))
+            if not self.index.mark_synced(due):
+                raise gone
 
     def close(self) -> None:
         self.index.write_notes()

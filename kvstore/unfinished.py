@@ -43,9 +43,11 @@ class Unfinished:
     def __init__(self, place: Place, index: Index, owner: Owner) -> None:
         self.place, self.index, self.owner = place, index, owner
         self._cleaned = False
+        self.open: set[str] = set()
+        """What this store is writing: names in tmp/, and blocks."""
 
     def clean_once(self) -> None:
-        """Once a process: whoever writes first tidies up after those who died."""
+        """Once a store: whoever writes first tidies up after those who died."""
         if not self._cleaned:
             self._cleaned = True
             self.recount()
@@ -115,7 +117,7 @@ class Unfinished:
         new = list[tuple[str, str, int]]()
         for path, owner, size in self._rows():
             known.add(path)
-            if there.get(path) == size or self.owner.is_alive(owner):
+            if there.get(path) == size or self._is_written(path, owner):
                 continue
             left = there.get(path, self._left(path))
             if left is None:
@@ -124,6 +126,11 @@ class Unfinished:
                 new.append((path, owner, left))
         new += [(n, n.split(".")[0], size) for n, size in there.items() if n not in known]
         return gone, new
+
+    def _is_written(self, path: str, owner: str) -> bool:
+        """Whether a running writer is at it. Of ourselves we know: a reservation that could not be
+        given back, on a full disk, must not count as long as we live."""
+        return path in self.open if owner == self.owner.known else self.owner.is_alive(owner)
 
     def _left(self, path: str) -> int | None:
         """The length of a noted block's file where it has no row; None where nothing is there."""

@@ -146,7 +146,7 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
 def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
     row = store.index.find(record.name)
     if row is None:
-        return  # written by a process that died before its row: the next save or rebuild adds it
+        return  # of a process that died before its row: the next writer deletes it, or gc adds it
     if files.file_size(store.place.block(record.name)) != size:
         return  # stored again, in another form, while it was read here
     if (row.start, row.tokens, row.bytes) != (record.start, big_endian(record.token_ids), size):

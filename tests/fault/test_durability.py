@@ -47,7 +47,7 @@ def test_blocks_that_could_not_be_synced_are_written_anew(open_store: Opener) ->
     with failing("fsync"), pytest.raises(StoreError):
         done.session.save()
     assert done.session.save().blocks_written == 4
-    assert all(row == (1,) for row in store.index.query("SELECT synced FROM blocks"))
+    assert all(at > 0 for (at,) in store.index.query("SELECT synced FROM blocks"))
 
 
 def test_a_rash_verdict_does_not_replace_a_durable_file(open_store: Opener) -> None:
@@ -59,7 +59,7 @@ def test_a_rash_verdict_does_not_replace_a_durable_file(open_store: Opener) -> N
     engine = StampedEngine()
     assert turn(store, engine, IDS, "other").saved is not None
     assert {path: path.stat().st_ino for path in inodes} == inodes
-    assert all(row == (1,) for row in store.index.query("SELECT synced FROM blocks"))
+    assert all(at > 0 for (at,) in store.index.query("SELECT synced FROM blocks"))
 
 
 def test_a_chain_whose_rows_vanish_during_a_save_is_synced_all_the_same(
@@ -80,7 +80,7 @@ def test_a_chain_whose_rows_vanish_during_a_save_is_synced_all_the_same(
 
     monkeypatch.setattr(store, "sync", empty_once)
     done.session.save()
-    assert store.index.query("SELECT COUNT(*), SUM(synced) FROM blocks") == [(4, 4)]
+    assert store.index.query("SELECT COUNT(*), SUM(synced > 0) FROM blocks") == [(4, 4)]
 
 
 def test_notes_of_damage_are_as_closed_as_the_files(open_store: Opener) -> None:
