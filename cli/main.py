@@ -65,8 +65,8 @@ def _set(ctx: click.Context, option: click.Parameter, value: object) -> None:
     if value:
         assert option.name is not None
         ctx.ensure_object(App).settings[option.name] = value
-    elif value == "" and option.name == "store":
-        raise UsageError("--store is empty", "give a folder, or leave the option away")
+    elif value == "":
+        raise UsageError(f"--{option.name} is empty", "give a value, or leave the option away")
 
 
 def global_options(hidden: bool) -> list[click.Option]:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsnap.formats.errors import NotFound, Unsupported, UsageError
-
 if TYPE_CHECKING:
     from kvsnap.kvstore.measure.crossover import Crossover
-
-SUFFIXES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Raise before anything is measured for a plot that could not be drawn."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot is {str(path)!r}", "give a file that ends in .png or .svg")
-    if not path.absolute().parent.is_dir():
-        raise NotFound(f"no folder {path.parent} for the plot", "make it, or name another file")
-    if find_spec("matplotlib") is None:
-        raise Unsupported("matplotlib is not installed", "pip install 'kvsnap[plot]'")
 
 
 def draw(found: Crossover, path: Path) -> None:

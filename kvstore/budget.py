@@ -23,6 +23,7 @@ not even one conversation of a large model (4,000 tokens take 0.5 GB) could be k
 MIN_FREE_SHARE = 0.02
 MIN_FREE_MOST = 10**9
 """Kept free whatever the budget says; 2 % of a small disk, where 1 GB would be all of it."""
+SMALL_DISK = 128_000_000
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {unit + end: 1000**n for n, unit in enumerate("kmgt", 1) for end in ("", "b")}
 _UNITS |= {unit + "ib": 1024**n for n, unit in enumerate("kmgt", 1)}
@@ -81,7 +82,18 @@ def budget(
     ]:
         if chosen is not None:
             free = _size(chosen, name, "0")
+    if free is not None and free > disk:
+        raise UsageError(
+            f"{free} bytes cannot be kept free: the disk has {disk}", "give a smaller --min-free"
+        )
     return Budget(limit, free or 0, source)
+
+
+def log_room(root: Path) -> int:
+    """What is kept free on a small disk whatever is asked for: without room for its log the index
+    cannot even note what goes."""
+    disk = _disk(root)
+    return disk // 8 if disk < SMALL_DISK else 0
 
 
 def disk_free(root: Path) -> int:

@@ -23,6 +23,7 @@ from kvsnap.kvstore.sqlite import (
     WAIT_SECONDS,
     connect,
     is_damage,
+    is_full,
     open_connection,
     sqlite_errors,
     statements,
@@ -177,9 +178,12 @@ class Database:
             try:
                 connection = self._open(writable)
             except ERRORS as error:
-                if not is_damage(error):
+                if not for_writing and is_full(error, self.path):
+                    writable = False  # as in a folder that cannot be written: read what is there
+                elif not is_damage(error):
                     raise
-                self.discard()
+                else:
+                    self.discard()
                 connection = self._open(writable)
         local.connection, local.file = connection, _file_key(self.path)
         local.in_memory = not writable

@@ -22,6 +22,7 @@ from kvsnap.kvstore.unfinished import OURS
 
 _OURS = {
     SETTINGS,
+    f"{SETTINGS}.damaged",
     "blocks",
     "states",
     "sessions",
@@ -43,10 +44,10 @@ class Finding:
     advice: str = ""
 
 
-def examine(path: str | Path | None) -> Iterator[Finding]:
+def examine(path: str | Path | None, capacity: str | int | None = None) -> Iterator[Finding]:
     """All findings on the store at `path` and on the engines that are installed."""
     try:
-        store = Store(path)
+        store = Store(path, capacity=capacity)
     except KvsnapError as error:
         yield Finding("problem", error.what, error.hint)
     else:
@@ -62,7 +63,12 @@ def _store(store: Store) -> Iterator[Finding]:
     else:
         yield Finding("ok", f"store {place.root}, blocks of {store.block_size} tokens")
     if store.problem:
-        yield Finding("problem", store.problem, "the next save writes it anew")
+        yield Finding(
+            "problem", store.problem, "mend it; the next save moves it to kvsnap.json.damaged"
+        )
+    if place.damaged_settings.exists():
+        what = f"{place.damaged_settings} could not be read, and was replaced"
+        yield Finding("note", what, "copy your settings from it to kvsnap.json, then delete it")
     for problem in store.break_even.problems:
         yield Finding("note", problem, "kvsnap bench crossover measures anew")
     if not place.writable():
@@ -107,7 +113,7 @@ def _room(store: Store) -> Iterator[Finding]:
     if free < budget.min_free:
         yield Finding(
             "problem",
-            f"{free / 1e9:.1f} GB free on the store's disk, {budget.min_free / 1e9:.1f} GB are kept",
+            f"{_size(free)} free on the store's disk, {_size(budget.min_free)} are kept",
             "free some space; saving evicts blocks until then",
         )
     try:
@@ -115,11 +121,13 @@ def _room(store: Store) -> Iterator[Finding]:
     except (KvsnapError, sqlite3.Error):
         return  # the index's own finding tells of it
     if budget.capacity is None:
-        yield Finding("ok", f"{used / 1e9:.2f} GB taken, no limit (from {budget.source})")
+        yield Finding("ok", f"{_size(used)} taken, no limit (from {budget.source})")
         return
-    share = f"{used / 1e9:.2f} of {budget.capacity / 1e9:.2f} GB taken (limit from {budget.source})"
+    share = f"{_size(used)} of {_size(budget.capacity)} taken (limit from {budget.source})"
     if used > budget.capacity:
-        yield Finding("note", share, "kvsnap gc evicts down to it, and so does the next save")
+        yield Finding(
+            "note", share, "kvsnap gc evicts what it may; session files and pinned blocks stay"
+        )
     else:
         yield Finding("ok", share)
 
@@ -131,11 +139,11 @@ def _leftovers(store: Store) -> Iterator[Finding]:
         yield Finding(
             "note", f"{len(aside)} damaged files in {place.quarantine}", "look, then delete them"
         )
-    old = list(store.space.unfinished.over())
-    if old:
-        yield Finding(
-            "note", f"{len(old)} files of killed writers in {place.temporary}", "kvsnap gc"
-        )
+    dead = list(store.space.unfinished.dead())
+    if dead:
+        taken = _size(sum(size for _, size in dead))
+        what = f"{len(dead)} files of killed writers in {place.temporary}, {taken}"
+        yield Finding("note", what, "kvsnap gc deletes them when they are an hour old")
     for path in pin_paths(place):
         try:
             record = read_pin(path)
@@ -167,10 +175,14 @@ def _foreign(place: Place) -> Iterator[str]:
         for entry in _entries(folder):
             if not re.fullmatch(pattern, entry.name):
                 yield str(entry.relative_to(place.root))
-            elif folder is not place.temporary:
+            elif folder is not place.temporary and not entry.is_symlink():
                 ours = rf"[0-9a-f]{{64}}{SUFFIX}" if folder is place.blocks else rf".*{SUFFIX}"
                 inside = (p for p in _entries(entry) if not re.fullmatch(ours, p.name))
                 yield from (str(p.relative_to(place.root)) for p in inside)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def _entries(folder: Path) -> list[Path]:

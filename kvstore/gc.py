@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsnap.formats.errors import StoreError
+from kvsnap.formats.errors import StoreError, StoreFull
 from kvsnap.kvstore import files
 from kvsnap.kvstore.eviction import Plan
 from kvsnap.kvstore.rebuild import MISSING, Found, adopt, block_names, read_ours
@@ -45,6 +45,12 @@ def gc(
 ) -> GcReport:
     """Evict until the store is within its budget. With `dry_run` no file is deleted or written; the
     report is that of the plan which would be applied."""
+    if not dry_run and store.place.root.exists():
+        try:
+            with store.index.transaction() as db:
+                db.execute("UPDATE counters SET value = value + 1 WHERE name = 'clock'")
+        except StoreFull:
+            store.space.eviction.clear_a_full_disk()
     adopted, vanished = _look(store, must=not dry_run)
     plan = store.space.eviction.plan(store.space.missing())
     cut = _sessions_cut(store, plan)
@@ -129,6 +135,12 @@ def _lose(store: Store, name: bytes) -> bool:
 
 
 def _sessions_cut(store: Store, plan: Plan) -> tuple[str, ...]:
+    """Sessions of whose stored blocks some go: the last of them does, as only leaves go."""
     going = {victim.name.hex() for victim in plan.blocks}
-    listed = store.listing.refresh()
-    return tuple(str(facts.name) for _, _, facts in listed if facts.last in going)
+    if not going:
+        return ()
+    return tuple(
+        str(facts.name)
+        for path, _, facts in store.listing.refresh()
+        if store.listing.last_stored(path, facts) in going
+    )

@@ -72,14 +72,15 @@ class Lease:
         db.execute("INSERT INTO holds(id, kind, owner, until, block) VALUES (?, ?, ?, ?, ?)", row)
         return True
 
-    def end(self) -> None:
+    def end(self, *, wait: bool = False) -> None:
         """Let go. What cannot be written now ends with the owner."""
+        self.name, self._start = b"", -1
         if self._id is None:
             return
         row, self._id = (self._id, self._key), None
         sql = "DELETE FROM holds WHERE id = ? AND owner = ?"
         self._index.note(lambda db: db.execute(sql, row).close())
-        self._index.write_notes(wait=False)
+        self._index.write_notes(wait=wait)
 
 
 class Holds:

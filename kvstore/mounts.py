@@ -30,7 +30,7 @@ def file_system(path: Path) -> str | None:
     try:
         table = MOUNTS.read_text(encoding="utf-8", errors="replace")
         real = path.resolve()
-    except OSError:
+    except (OSError, RuntimeError):  # a loop of links is the latter
         return None
     best, found = -1, None
     for line in table.splitlines():

@@ -42,6 +42,16 @@ class Pins:
             self.place.pin_of_block(name), PinRecord(BLOCK, "", name.hex(), _until(seconds))
         )
 
+    def require(self, tenant_id: str, what: str | bytes) -> None:
+        """Raises `NotFound` unless a session (its name) or a block (its name) is pinned."""
+        if isinstance(what, bytes):
+            path, text = self.place.pin_of_block(what), f"block {what.hex()[:12]}"
+        else:
+            path = self.place.pin(self.sessions.path(tenant_id, what))
+            text = f"session {what!r}"
+        if not files.stands(path) and pin_key(path) not in self._rows():
+            raise NotFound(f"{text} is not pinned", "kvsnap ls and kvsnap show --tree say what is")
+
     def unpin_session(self, tenant_id: str, name: str) -> None:
         """Let a session's blocks go when room is needed. Raises `NotFound` where it is not pinned."""
         self._remove(self.place.pin(self.sessions.path(tenant_id, name)), f"session {name!r}")

@@ -18,6 +18,7 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.locks import one_at_a_time
 
 SETTINGS = "kvsnap.json"
+_DAMAGED = "{} is damaged; the defaults are used, also for its capacity"
 DEFAULT_BLOCK_SIZE = 64
 """See docs/design/0003-block-size.md for the measurement."""
 
@@ -57,6 +58,11 @@ class Place:
     @property
     def settings(self) -> Path:
         return self.root / SETTINGS
+
+    @property
+    def damaged_settings(self) -> Path:
+        """What stood in kvsnap.json before it was written anew."""
+        return self.root / f"{SETTINGS}.damaged"
 
     def block(self, name: bytes) -> Path:
         text = name.hex()
@@ -130,7 +136,7 @@ def read_settings(place: Place) -> Settings:
     except OSError as error:
         raise files.store_error(error, place.settings, "read") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, Damaged):
-        return Settings(problem=f"{place.settings} is damaged; the defaults are used")
+        return Settings(problem=_DAMAGED.format(place.settings))
     if version != FORMAT_VERSION:
         raise Unsupported(
             f"{place.root} is a store of format version {version!r}, this kvsnap reads"
@@ -138,7 +144,7 @@ def read_settings(place: Place) -> Settings:
             "use the kvsnap that wrote it, or another --store",
         )
     if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
-        return Settings(problem=f"{place.settings} is damaged; the defaults are used")
+        return Settings(problem=_DAMAGED.format(place.settings))
     return Settings(block_size, created, settings.get("capacity"), settings.get("min_free"))
 
 
@@ -148,7 +154,10 @@ def write_settings(place: Place) -> None:
         files.make_dir(folder)
     settings = read_settings(place)
     if settings.problem:
-        place.set_aside(place.settings, settings.problem)
+        # Not to quarantine, which goes when room is needed: it may be a person's typing error, and
+        # hold a capacity that somebody asked for.
+        with files.store_errors(place.settings):
+            place.settings.rename(place.damaged_settings)
     elif settings.created:
         return
     # Once in a store's life, and before kvsnap.json says that it is done: a session that was

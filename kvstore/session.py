@@ -7,7 +7,7 @@ save:   engine → rows → blocks → files → index → session file
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvsnap.engines.base import Engine
@@ -37,7 +37,7 @@ from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.session_file import no_session
-from kvsnap.kvstore.sessions import Version
+from kvsnap.kvstore.sessions import Draft, Version
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
 
@@ -170,8 +170,7 @@ class Session:
             stored = len(names)
         else:
             record, tail = self._record(names, notes)
-            self._writer.lease_stored(wanted, lease)  # the draft must not take these blocks' room
-            with self.store.sessions.draft(record, self.codec, self.layout, tail) as draft:
+            with self._draft(record, tail, wanted, lease) as draft:
                 stored = self._put_what_fits(wanted, lease, partly)
                 self.store.sync(names[:stored])
                 written = self.store.sessions.publish(draft, self._version)
@@ -196,6 +195,22 @@ class Session:
             partly[-1].report = report
             raise partly[-1]
         return report
+
+    @contextlib.contextmanager
+    def _draft(
+        self, record: SessionRecord, tail: Rows, wanted: Sequence[Wanted], lease: Lease
+    ) -> Iterator[Draft]:
+        """The session's file, written. It takes others' room; only where that is not enough its own
+        blocks': they are a cache, the conversation is not."""
+        self._writer.lease_stored(wanted, lease)
+        with contextlib.ExitStack() as stack:
+            drafting = self.store.sessions.draft
+            try:
+                draft = stack.enter_context(drafting(record, self.codec, self.layout, tail))
+            except StoreFull:
+                lease.end(wait=True)
+                draft = stack.enter_context(drafting(record, self.codec, self.layout, tail))
+            yield draft
 
     def _put_what_fits(
         self, wanted: Sequence[Wanted], lease: Lease, partly: list[PartlyDone]

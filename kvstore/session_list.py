@@ -111,7 +111,7 @@ class SessionList:
                 bytes=_length(status),
                 saved=int(status.st_mtime),
                 facts=facts,
-                stored_blocks=self._stored(path, facts),
+                stored_blocks=self._deepest(path, facts)[0],
                 pinned_until=pins.get(pin_key(path)),
             )
 
@@ -139,15 +139,21 @@ class SessionList:
                         db.execute("DELETE FROM sessions WHERE path = ?", (gone,))
         return found
 
-    def _stored(self, path: Path, facts: Facts) -> int:
-        """How many blocks are there. Only where the last one is not, its file is read."""
+    def last_stored(self, path: Path, facts: Facts) -> str:
+        """The deepest block of a session's chain that is there, hex; empty for none."""
+        return self._deepest(path, facts)[1]
+
+    def _deepest(self, path: Path, facts: Facts) -> tuple[int, str]:
+        """(blocks that are there, name of the last of them). Only where the chain's own last one is
+        not there, the session's file is read."""
         if not facts.last or self.index.is_reachable(bytes.fromhex(facts.last)):
-            return facts.blocks
+            return facts.blocks, facts.last
         try:
             chain = read_session(path).record.chain
         except (KvsnapError, OSError):
-            return 0
-        return gallop(lambda number: self.index.is_reachable(chain[number]), len(chain))
+            return 0, ""
+        depth = gallop(lambda number: self.index.is_reachable(chain[number]), len(chain))
+        return depth, chain[depth - 1].hex() if depth else ""
 
 
 def _session_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
-from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError
+from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError, StoreFull
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
 from kvsnap.formats.session_name import session_file_name
@@ -151,12 +151,19 @@ class Sessions:
         returns the bytes freed."""
         path = self.require(tenant_id, name)
         size = files.file_size(path)
-        with self.index.transaction() as db, files.store_errors(path):
-            end_pin(db, pin_key(path))
-            forget_session(db, path)
+        try:
+            with self.index.transaction() as db:
+                end_pin(db, pin_key(path))
+                forget_session(db, path)
+                self._delete(path)
+        except StoreFull:
+            self._delete(path)  # that makes room; the index follows when it is compared next
+        return size or 0
+
+    def _delete(self, path: Path) -> None:
+        with files.store_errors(path):
             self.place.pin(path).unlink(missing_ok=True)
-            if size is None:
+            if files.is_folder(path):
                 self.place.set_aside(path, "a folder stood in the file's place")
             else:
                 path.unlink(missing_ok=True)
-        return size or 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import StoreError, StoreFull, Vanished
 from kvsnap.kvstore import files
-from kvsnap.kvstore.budget import Budget, disk_free
+from kvsnap.kvstore.budget import Budget, disk_free, log_room
 from kvsnap.kvstore.eviction import Eviction
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import Index
@@ -137,7 +137,8 @@ class Space:
         if self.budget.capacity is not None:
             over = self.used() + size - self.budget.capacity
         with contextlib.suppress(OSError):
-            over = max(over, self.budget.min_free + size - disk_free(self.place.root))
+            keep = max(self.budget.min_free, log_room(self.place.root))
+            over = max(over, keep + size - disk_free(self.place.root))
         return over
 
     def _full(self, size: int) -> tuple[str, str]:

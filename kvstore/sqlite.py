@@ -96,6 +96,20 @@ def is_damage(error: Exception) -> bool:
     return code is None or code & 0xFF not in _NO_DAMAGE
 
 
+def is_full(error: Exception, path: Path) -> bool:
+    """Whether an error tells of a full disk. Shared memory that does not fit is an I/O error to
+    SQLite, a log that does not is a file that cannot be opened, and both may be other things."""
+    text = str(error)
+    if "full" in text:
+        return True
+    if "disk I/O" not in text and "unable to open" not in text:
+        return False
+    try:
+        return shutil.disk_usage(path.parent).free < _NO_ROOM
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into store errors; `IndexDamaged` where the content is at fault."""
@@ -104,9 +118,7 @@ def sqlite_errors(path: Path) -> Iterator[None]:
     except ERRORS as error:
         if is_damage(error):
             raise IndexDamaged(f"the index {path} is damaged: {error}", _TRY_AGAIN) from error
-        # Shared memory that does not fit is an I/O error to SQLite, and so is a failing disk.
-        no_room = "disk I/O" in str(error) and shutil.disk_usage(path.parent).free < _NO_ROOM
-        if "full" in str(error) or no_room:
+        if is_full(error, path):
             raise StoreFull(
                 f"no space left for the store in {path.parent}",
                 "free some space or point --store elsewhere; what was stored before is kept",

@@ -66,7 +66,7 @@ class Store:
         self.owner = Owner(self.place.temporary)
         self.holds = Holds(self.index, self.owner)
         self.space = Space(self.place, self.index, self.holds, self.budget)
-        tier = Ram(parse_size(ram)) if ram is not None else None
+        tier = Ram(parse_size(ram)) if ram not in (None, 0) else None
         self.blocks = Blocks(self.place, self.index, self.space, tier)
         self.sessions = Sessions(self.place, self.index, self.space)
         self.pins = Pins(self.place, self.index, self.sessions, self.space)

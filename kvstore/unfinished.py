@@ -58,9 +58,13 @@ class Unfinished:
         for entry, owner, size in self._rows():
             if size and _BLOCK.fullmatch(entry) and not self.owner.is_alive(owner):
                 yield self.place.block(bytes.fromhex(entry)), size
+        yield from self.dead(older_than=GRACE_SECONDS)
+
+    def dead(self, older_than: float = 0.0) -> Iterator[tuple[Path, int]]:
+        """Files of dead writers, with their sizes."""
         for path, size, changed in files.sizes(self.place.temporary):
             ours = OURS.fullmatch(path.name)
-            old = time.time() - changed > GRACE_SECONDS
+            old = time.time() - changed >= older_than
             if ours and old and not self.owner.is_alive(ours[1]):
                 yield path, size
 

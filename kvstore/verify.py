@@ -7,6 +7,7 @@ that can be computed from the identity in the file; with one, the key must be gi
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.rebuild import MISSING, block_paths
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
+
+_BLOCK = re.compile(rf"[0-9a-f]{{64}}{SUFFIX}")
+"""What is not called so is not ours: `doctor` tells of it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def verify_store(
     report = VerifyReport()
     if store.problem:
         report.bad.append(Bad(store.place.settings.name, str(store.place.settings), store.problem))
-    paths, sessions = list(block_paths(store.place)), list(_session_paths(store))
+    paths = [path for path in block_paths(store.place) if _BLOCK.fullmatch(path.name)]
+    sessions = list(_session_paths(store))
     for number, path in enumerate(paths):
         _block_file(store, path, tenant, report)
         progress(number + 1, len(paths) + len(sessions))

@@ -67,7 +67,8 @@ def command(
     computes what would clearly be slower to restore. The store's own blocks are not touched.
     """
     from kvsnap.cli.engine import Loaded, require_llama
-    from kvsnap.cli.plot_crossover import check_plot, draw
+    from kvsnap.cli.plot_crossover import draw
+    from kvsnap.kvstore.pictures import check_plot
 
     asked = parse_lengths(lengths)
     if plot is not None:

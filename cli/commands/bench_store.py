@@ -43,7 +43,7 @@ ROWS = {
 @click.option(
     "--blocks",
     metavar="N",
-    type=click.IntRange(1, 10**8),
+    type=click.IntRange(2, 10**8),
     default=10_000,
     show_default=True,
     help="Blocks of the store that is built: files of about 2 kB, which take 4 kB of most disks.",

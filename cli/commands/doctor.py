@@ -19,7 +19,7 @@ def command(ctx: click.Context) -> int:
     from kvsnap.kvstore.doctor import examine
 
     app: App = ctx.obj
-    findings = list(examine(app.store_path))
+    findings = list(examine(app.store_path, app.settings.get("capacity")))
     if app.out.as_json:
         app.out.json([dataclasses.asdict(finding) for finding in findings])
     for finding in findings:

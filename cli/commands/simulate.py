@@ -117,7 +117,8 @@ def command(
     Prints how much of the prompts is found, for each capacity: nothing is stored, and no engine
     runs. With several replicas each keeps its own blocks, and capacities are those of one.
     """
-    from kvsnap.kvstore.simulation.plot import check_plot, draw
+    from kvsnap.kvstore.pictures import check_plot
+    from kvsnap.kvstore.simulation.plot import draw
     from kvsnap.kvstore.simulation.sweep import cases, default_capacities, sweep
 
     if "capacity" in app.settings:

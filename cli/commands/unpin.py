@@ -22,6 +22,8 @@ def command(app: App, what: tuple[str, ...], tenant_key_file: Path | None) -> No
     tenant = tenant_id(read_tenant(tenant_key_file))
     with app.store() as store:
         found = [find_pinnable(store, tenant, name) for name in what]
+        for item in found:  # all or nothing: a typo must not let go of half of what was meant
+            store.pins.require(tenant, item)
         for item in found:
             if isinstance(item, bytes):
                 store.pins.unpin_block(item)

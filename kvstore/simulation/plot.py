@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 from kvsnap.kvstore.simulation.replay import Row
-
-SUFFIXES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Whether `draw` can write there, before a long replay."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"{path} is neither .png nor .svg", "end the name with one of them")
-    if not path.parent.is_dir():
-        raise NotFound(f"{path.parent} is not a folder", "make it, or give another path")
-    if find_spec("matplotlib") is None:
-        raise Unsupported("matplotlib is not installed", "pip install 'kvsnap[plot]'")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,18 @@ def test_stats_reads_back_the_capacity_and_who_asked_for_it(
 
 def test_gc_keeps_free_space_that_is_asked_for(kvsnap: Run, filled: Store) -> None:
     assert kvsnap("--json", "gc", "--min-free", "1B").json["evicted"] == 0
-    done = kvsnap("--json", "gc", "--min-free", "900TB", "--dry-run").json
+    disk = shutil.disk_usage(filled.path)
+    asked = (disk.free + disk.total) // 2
+    done = kvsnap("--json", "gc", "--min-free", str(asked), "--dry-run").json
     assert done["evicted"] == 11
     assert done["short_bytes"] > 0
+
+
+def test_gc_for_more_free_space_than_the_disk_has_is_refused(kvsnap: Run, filled: Store) -> None:
+    done = kvsnap("gc", "--min-free", "900TB")
+    assert done.code == 2
+    assert "cannot be kept free" in done.err
+    assert kvsnap("--json", "stats").json["blocks"] == 11
 
 
 def test_gc_of_a_store_that_is_not_there_makes_none(kvsnap: Run, store: Path) -> None:

@@ -93,13 +93,30 @@ def test_notes_of_damage_are_as_closed_as_the_files(open_store: Opener) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
 
 
-def test_a_child_process_opens_the_index_for_itself(open_store: Opener) -> None:
+def test_a_forked_child_and_its_parent_write_to_one_index(open_store: Opener) -> None:
+    """SQLite in a child takes no locks where it was open in the parent: a parent that closes then
+    deletes the log under the child."""
     store = open_store()
-    turn(store, StampedEngine(), IDS)
-    parents = store.index._connection()
+    turn(store, StampedEngine(), IDS, "one")
+    parents, childs = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        own = store.index._connection()
-        os._exit(0 if own is not parents and store.index.query("SELECT 1 FROM blocks") else 1)
+        turn(store, StampedEngine(), some_ids(65, seed=2), "two")
+        os.write(childs[1], b"x")
+        os.read(parents[0], 1)
+        for seed in range(3, 9):
+            turn(store, StampedEngine(), some_ids(65, seed=seed), f"chat/{seed}")
+        store.close()
+        os._exit(0)
+    os.read(childs[0], 1)
+    store.close()
+    os.write(parents[1], b"x")
+    for seed in range(20, 26):
+        turn(store, StampedEngine(), some_ids(65, seed=seed), f"chat/{seed}")
     assert os.waitpid(child, 0)[1] == 0
-    assert store.index._connection() is parents
+    for handle in (*parents, *childs):
+        os.close(handle)
+    again = open_store()
+    assert again.index.query("PRAGMA integrity_check") == [("ok",)]
+    assert again.index.query("SELECT COUNT(*) FROM blocks") == [(4 * 14,)]
+    assert len(list(again.place.blocks.glob("*/*"))) == 4 * 14

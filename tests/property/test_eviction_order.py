@@ -111,7 +111,7 @@ class Three:
             ids = np.array([number], np.uint32)
             record = BlockRecord(self._name(number), before, "r", 0, ids, "i")
             with self.index.transaction() as db:
-                self.index.insert(db, record, 1, "raw", synced=True)
+                self.index.insert(db, record, 1, "raw")
             self.forest.add(number, parent, self.now)
             self.naive.parents[number] = parent
             self.naive.use(number, self.now)

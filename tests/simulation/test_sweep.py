@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
+from kvsnap.kvstore.pictures import check_plot
 from kvsnap.kvstore.simulation.chat import ChatTraffic
-from kvsnap.kvstore.simulation.plot import check_plot, draw, lines
+from kvsnap.kvstore.simulation.plot import draw, lines
 from kvsnap.kvstore.simulation.replay import Row
 from kvsnap.kvstore.simulation.sweep import cases, default_capacities, sweep
 
