@@ -90,7 +90,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_replay(
 ) -> None:
     with pytest.raises(UsageError, match=r"neither .png nor .svg"):
         check_plot(tmp_path / "rates.pdf")
-    with pytest.raises(NotFound, match="not a folder"):
+    with pytest.raises(NotFound, match="nothing can be written"):
         check_plot(tmp_path / "none" / "rates.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unsupported, match="matplotlib is not installed") as caught:
