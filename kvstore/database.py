@@ -49,6 +49,7 @@ class Database:
         self._fill = fill
         self._local = threading.local()
         self._connections: list[tuple[threading.Thread, sqlite3.Connection]] = []
+        self._guard = threading.Lock()
         self._noted: deque[Work] = deque(maxlen=MOST_NOTES)
         _databases.add(self)
         self._damaged = False
@@ -117,10 +118,8 @@ class Database:
     def close(self) -> None:
         """Close this thread's connection."""
         connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
         self._local.connection = None
-        self._forget_ended_threads()
+        self._let_go(connection)
 
     def before_fork(self) -> None:
         """SQLite must not meet a connection in two processes (sqlite.org/howtocorrupt, 2.6): a child
@@ -133,14 +132,18 @@ class Database:
         """In the child: other threads' connections are kept, unused, for closing them is as bad."""
         _INHERITED.extend(connection for _, connection in self._connections)
         self._connections, self._local = [], threading.local()
+        self._guard = threading.Lock()
         self._noted.clear()  # they are the parent's to write
 
-    def _forget_ended_threads(self) -> None:
-        """Close connections that nobody uses any more. This thread's own stays."""
-        ended = [pair for pair in self._connections if not pair[0].is_alive()]
-        self._connections = [pair for pair in self._connections if pair[0].is_alive()]
-        for _, connection in ended:
-            connection.close()
+    def _let_go(self, own: sqlite3.Connection | None) -> None:
+        """Close a connection of this thread, and those of threads that have ended."""
+        with self._guard:
+            pairs, self._connections = self._connections, []
+            for thread, connection in pairs:
+                if connection is own or not thread.is_alive():
+                    connection.close()
+                else:
+                    self._connections.append((thread, connection))
 
     def discard(self) -> None:
         """Remove a damaged file, which holds nothing that the store's files lack; not the one
@@ -171,8 +174,8 @@ class Database:
             )
             if current and not (for_writing and local.in_memory):
                 return held
-            held.close()
             local.connection = None  # whatever comes next may fail
+            self._let_go(held)
         writable = os.access(self.path.parent, os.W_OK)
         with sqlite_errors(self.path):
             try:
@@ -187,7 +190,8 @@ class Database:
                 connection = self._open(writable)
         local.connection, local.file = connection, _file_key(self.path)
         local.in_memory = not writable
-        self._connections.append((threading.current_thread(), connection))
+        with self._guard:
+            self._connections.append((threading.current_thread(), connection))
         return connection
 
     def _open(self, writable: bool) -> sqlite3.Connection:

@@ -12,7 +12,9 @@ import pytest
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 FIELDS = {
     name
-    for row in PAGE.partition("\n### bench\n")[2].partition("\n### ")[0].splitlines()
+    for row in PAGE.partition("\n`bench crossover`:\n")[2]
+    .partition("\n`bench store`:\n")[0]
+    .splitlines()
     if row.startswith("| `")
     for name in re.findall(r"`(\w+)`", row.split("|")[1])
 }
@@ -75,7 +77,7 @@ def test_it_draws_what_it_measured(kvsnap: Any, model: Path, tmp_path: Path) -> 
         (["--lengths", "0"], "--lengths"),
         (["--lengths", "-64"], "--lengths"),
         (["--lengths", ",".join(["64"] * 100)], "--lengths"),
-        (["--plot", "plot.txt"], ".png or .svg"),
+        (["--plot", "plot.txt"], "neither .png nor .svg"),
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(
@@ -93,7 +95,7 @@ def test_a_plot_that_could_not_be_drawn_is_refused_before_anything_is_measured(
     plot = tmp_path / "none" / "plot.png"
     done = kvsnap("bench", "crossover", "--model", tmp_path / "m.gguf", "--plot", plot)
     assert done.code == 1
-    assert "no folder" in done.err
+    assert "nothing can be written" in done.err
 
 
 @pytest.mark.engine
