@@ -82,7 +82,8 @@ class Space:
 
         Raises `StoreFull` before anything is written where there is no room to be made.
         """
-        if not self._prepared or not files.stands(self.place.settings):  # removed under us
+        needed = (self.place.settings, self.place.blocks, self.place.sessions, self.place.temporary)
+        if not self._prepared or not all(map(files.stands, needed)):  # removed under us
             write_settings(self.place)
             self._prepared = True
         self.unfinished.clean_once()

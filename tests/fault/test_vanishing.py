@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvsnap.formats.errors import SessionMoved
+from kvsnap.kvstore import chain_reader
 from kvsnap.kvstore import match as match_module
-from kvsnap.kvstore import session as session_module
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
@@ -34,7 +34,7 @@ def after_look_up(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) ->
             done.append(act() or True)
         return found
 
-    monkeypatch.setattr(session_module, "longest_prefix", look_up)
+    monkeypatch.setattr(chain_reader, "longest_prefix", look_up)
 
 
 ACTS: dict[str, Callable[[Path], object]] = {
