@@ -103,14 +103,20 @@ class Eviction:
         return plan
 
     def clear_a_full_disk(self) -> None:
-        """Delete some files where not even the index has room for its log: quarantine, or else the
-        first blocks that would go. Their rows follow as soon as there is room; killed before that,
-        they are damage that the next save mends."""
+        """Delete some files where not even the index has room for its log: dead writers', quarantine,
+        or else the first blocks that would go. Their rows follow as soon as there is room; killed
+        before that, they are damage that the next save mends.
+
+        No block goes while the index can only be read without its log: that may hold pins.
+        """
         need = CLEAR_BYTES
-        for path, size, _ in files.sizes(self.place.quarantine):
-            if need > 0:
-                path.unlink(missing_ok=True)
+        aside = [(path, size) for path, size, _ in files.sizes(self.place.quarantine)]
+        for path, size in [*self.unfinished.dead(), *aside]:
+            with contextlib.suppress(OSError):
+                path.unlink()
                 need -= size
+        if need > 0 and self.index.lacks_its_log():
+            return
         tree, gone = _IndexTree(self.index), list[Victim]()
         victims = leaf_lru(tree)
         while need > 0 and (number := next(victims, None)) is not None:

@@ -26,20 +26,6 @@ BYTES = 3648
 Opened = Callable[..., Store]
 
 
-@pytest.fixture
-def opened(store_path: Path) -> Iterator[Opened]:
-    """The store with room for so many blocks."""
-    stores: list[Store] = []
-
-    def open_it(blocks: float, path: Path = store_path) -> Store:
-        stores.append(Store(path, capacity=int(blocks * BYTES), min_free="0"))
-        return stores[-1]
-
-    yield open_it
-    for store in stores:
-        store.close()
-
-
 def put(store: Store, blocks: int, seed: int, name: str | None = None, **engine: Any) -> Turn:
     return turn(store, StampedEngine(**engine), some_ids(blocks * SIZE, seed), name, codec="raw")
 
@@ -58,7 +44,7 @@ def test_the_end_of_the_oldest_chain_goes_first_every_time(opened: Opened, tmp_p
         path = tmp_path / str(number)
         path.mkdir()
         (path / "kvsnap.json").write_text('{"block_size": 16, "created": 1, "format": "0"}')
-        store = opened(3, path)
+        store = opened(3, path=path)
         put(store, 3, seed=2 * number)
         put(store, 1, seed=2 * number + 1)
         assert left(store, 3, seed=2 * number) == 2

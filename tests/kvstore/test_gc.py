@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -23,19 +23,6 @@ from kvsnap.testing.turns import some_ids, turn
 SIZE = 16
 BYTES = 3648
 Opened = Callable[..., Store]
-
-
-@pytest.fixture
-def opened(store_path: Path) -> Iterator[Opened]:
-    stores: list[Store] = []
-
-    def open_it(blocks: float = 100, capacity: int = 0) -> Store:
-        stores.append(Store(store_path, capacity=capacity or int(blocks * BYTES), min_free="0"))
-        return stores[-1]
-
-    yield open_it
-    for store in stores:
-        store.close()
 
 
 def put(store: Store, blocks: int, seed: int, name: str | None = None) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -23,20 +22,6 @@ from kvsnap.testing.turns import some_ids, turn
 SIZE = 16
 BYTES = 3648
 Opened = Callable[..., Store]
-
-
-@pytest.fixture
-def opened(store_path: Path) -> Iterator[Opened]:
-    """The store with room for so many blocks, or for so many bytes."""
-    stores: list[Store] = []
-
-    def open_it(blocks: float = 10, capacity: int = 0) -> Store:
-        stores.append(Store(store_path, capacity=capacity or int(blocks * BYTES), min_free="0"))
-        return stores[-1]
-
-    yield open_it
-    for store in stores:
-        store.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -23,19 +23,6 @@ from kvsnap.testing.turns import some_ids, turn
 SIZE = 16
 BYTES = 3648
 Opened = Callable[..., Store]
-
-
-@pytest.fixture
-def opened(store_path: Path) -> Iterator[Opened]:
-    stores: list[Store] = []
-
-    def open_it(blocks: float = 100) -> Store:
-        stores.append(Store(store_path, capacity=int(blocks * BYTES), min_free="0"))
-        return stores[-1]
-
-    yield open_it
-    for store in stores:
-        store.close()
 
 
 def put(store: Store, blocks: int, seed: int) -> None:
