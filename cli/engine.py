@@ -134,6 +134,16 @@ def count_tokens(model: Path, source: Any) -> int:
         return room + sum(len(tokenizer.tokenize(t.encode(), True, True)) for t in texts if t)
 
 
+def count_all_tokens(app: App, model: Path, session: str | None, tenant: Any, source: Any) -> int:
+    """The same for what may be a session's next turn."""
+    from kvsnap.formats.tenant import tenant_id
+
+    if session is None:
+        return count_tokens(model, source)
+    with app.store() as store:
+        return count_more_tokens(store, tenant_id(tenant), session, source)
+
+
 def count_more_tokens(store: Any, tenant_id: str, session: str, source: Any) -> int:
     """Tokens that a session and its next turn have at most: a token has at least one byte."""
     record = store.sessions.load(tenant_id, session).record

@@ -53,9 +53,8 @@ def command(
     With SESSION the prompt is its next turn, as for resume; without a prompt its own tokens.
     Nothing is computed, restored or changed. A miss is an answer: the exit code is 0.
     """
-    from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
+    from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
     from kvsnap.formats.codecs import DEFAULT_CODEC
-    from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.conversation import new_prompt, next_prompt
     from kvsnap.kvstore.explain.explain import explain
 
@@ -64,11 +63,7 @@ def command(
     if session is None and not source.given:
         raise UsageError("there is nothing to explain", "name a session, or give a prompt")
     require_llama()
-    if session is not None:
-        with app.store() as store:
-            tokens = count_more_tokens(store, tenant_id(tenant), session, source)
-    else:
-        tokens = count_tokens(options["model"], source)
+    tokens = count_all_tokens(app, options["model"], session, tenant, source)
     options["codec"] = DEFAULT_CODEC
     loaded = Loaded(app, options, tokens + ANSWER, session, tenant)
     try:

@@ -82,9 +82,8 @@ def command(
     With SESSION the prompt is its next user turn (chat) or appended text (raw); without one it
     goes on generating. The sampler's state (its random numbers) is not part of a session.
     """
-    from kvsnap.cli.engine import Loaded, count_more_tokens, count_tokens, require_llama
+    from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
     from kvsnap.formats.identity import EXACT
-    from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.answer import generate
     from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
 
@@ -96,11 +95,7 @@ def command(
             "there is nothing to resume", "name a session (kvsnap ls), or give a prompt"
         )
     require_llama()
-    if session is not None:
-        with app.store() as store:
-            tokens = count_more_tokens(store, tenant_id(tenant), session, source)
-    else:
-        tokens = count_tokens(options["model"], source)
+    tokens = count_all_tokens(app, options["model"], session, tenant, source)
     loaded = Loaded(app, options, tokens + max_tokens, session, tenant)
     try:
         if session is not None:
