@@ -29,7 +29,8 @@ class Loaded:
 
         try:
             adapter = get_engine(options["engine"])
-            get_codec(options["codec"])
+            if options["codec"] is not None:
+                get_codec(options["codec"])
             for option in ("cache_type_k", "cache_type_v"):
                 ggml_type_named(options[option])
         except Unsupported as error:
@@ -44,7 +45,12 @@ class Loaded:
         with bar(app.out, "hashing the model", "bytes") as update:
             self.store.file_digest.progress = update
             self.session = Session(
-                self.store, self.engine, session, tenant=tenant, codec=options["codec"]
+                self.store,
+                self.engine,
+                session,
+                tenant=tenant,
+                codec=options["codec"],
+                allow_lossy=options.get("allow_lossy", False),
             )
         interrupt.check()
         self.model = Path(options["model"]).name

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Container, Packed, Tensor, pack, parse
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
-    check_fidelity,
     check_version,
+    codec_field,
     digest_field,
     hex_field,
     ids_tensor,
@@ -22,7 +22,14 @@ from kvsnap.formats.fields import (
 from kvsnap.formats.identity import EXACT, layout_of
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
-from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows, rows_of_file
+from kvsnap.formats.rowset import (
+    content_digest,
+    content_of,
+    contiguous,
+    decode_rows,
+    encode_rows,
+    rows_of_file,
+)
 
 KIND = "block"
 
@@ -39,12 +46,13 @@ class BlockRecord:
     token_ids: TokenIds
     identity: str
     extras: bytes = b""
+    fidelity: str = EXACT
 
     def fields(self) -> dict[str, str]:
         """The header fields that decide what an engine receives."""
         return {
             "extras": self.extras.hex(),
-            "fidelity": EXACT,
+            "fidelity": self.fidelity,
             "kind": KIND,
             "name": self.name.hex(),
             "parent": self.parent.hex(),
@@ -66,15 +74,14 @@ class BlockFile:
         return layout_of(self.record.identity)
 
     def decode_into(self, layout: Layout, out: Mapping[str, np.ndarray]) -> None:
-        decode_rows(self.codec, layout, self.tensors, out)
+        decode_rows(self.codec, layout, self.tensors, out, self.record.start)
 
     def check_content(self) -> None:
         """Decode and compare the `content` digest: what verify does, and a read does not."""
         layout = self.layout()
         rows = rows_of_file(layout, len(self.record.token_ids))
         self.decode_into(layout, rows)
-        ids = self.record.token_ids.astype("<u4").tobytes()
-        if content_digest(self.record.fields(), ids, rows) != self.content:
+        if _content(self.record, self.codec, rows, self.tensors) != self.content:
             raise Damaged("the content digest differs: the rows are not the ones that were named")
 
 
@@ -83,15 +90,20 @@ def pack_block(record: BlockRecord, codec: Codec, layout: Layout, rows: Rows) ->
     layout.check(rows, len(record.token_ids))
     whole = contiguous(rows)
     ids = record.token_ids.astype("<u4")
+    coded = encode_rows(codec, layout, whole, record.start)
     metadata = {
         **record.fields(),
         "codec": codec.id,
-        "content": content_digest(record.fields(), ids.tobytes(), whole),
+        "content": _content(record, codec, whole, dict(coded)),
         "identity": record.identity,
         "kvsnap": FORMAT_VERSION,
     }
-    tensors = [("token_ids", Tensor("U32", ids.shape, ids)), *encode_rows(codec, layout, whole)]
-    return pack(metadata, tensors)
+    return pack(metadata, [("token_ids", Tensor("U32", ids.shape, ids)), *coded])
+
+
+def _content(record: BlockRecord, codec: Codec, rows: Rows, coded: Mapping[str, Tensor]) -> str:
+    ids = record.token_ids.astype("<u4").tobytes()
+    return content_digest(record.fields(), ids, content_of(codec, rows, coded))
 
 
 def parse_block(buffer: memoryview) -> BlockFile:
@@ -99,15 +111,12 @@ def parse_block(buffer: memoryview) -> BlockFile:
     container = parse(buffer)
     tensors = dict(container.tensors)
     record = block_record(container, tensors.pop("token_ids", None))
-    return BlockFile(
-        record, get_codec(container.field("codec")), container.field("content"), tensors
-    )
+    return BlockFile(record, codec_field(container), container.field("content"), tensors)
 
 
 def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
     """The record of a block file from its header and its `token_ids` tensor."""
     check_version(container, KIND)
-    check_fidelity(container)
     return BlockRecord(
         name=digest_field(container, "name"),
         parent=digest_field(container, "parent"),
@@ -116,4 +125,5 @@ def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
         token_ids=ids_tensor(ids),
         identity=container.field("identity"),
         extras=hex_field(container, "extras"),
+        fidelity=container.field("fidelity"),
     )

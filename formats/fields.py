@@ -7,6 +7,7 @@ import reprlib
 
 import numpy as np
 
+from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.container import Container, Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.identity import EXACT
@@ -28,10 +29,22 @@ def check_version(container: Container, kind: str) -> None:
         raise Damaged(f"a file of kind {reprlib.repr(found)} where a {kind} belongs")
 
 
-def check_fidelity(container: Container) -> None:
-    fidelity = container.field("fidelity")
-    if fidelity != EXACT:
+def codec_field(container: Container) -> Codec:
+    """The codec of a file: a lossless one is named by its id alone, a lossy one is that of the
+    file's fidelity. A lossless codec may stand in a lossy chain: a session's tail is stored so."""
+    codec_id, fidelity = container.field("codec"), container.field("fidelity")
+    lossy = None if fidelity == EXACT else _lossy(fidelity)
+    codec = lossy if lossy is not None and lossy.id == codec_id else get_codec(codec_id)
+    if codec.lossy and codec is not lossy:
+        raise Damaged(f"the lossy codec {codec_id} in a file of fidelity {reprlib.repr(fidelity)}")
+    return codec
+
+
+def _lossy(fidelity: str) -> Codec:
+    codec = get_codec(fidelity)
+    if not codec.lossy or codec.fidelity != fidelity:
         raise Unsupported(f"fidelity {reprlib.repr(fidelity)} is not known to this version")
+    return codec
 
 
 def digest_field(container: Container, key: str) -> bytes:

@@ -11,6 +11,7 @@ transposition of V, engine version, file path, display name.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -127,6 +128,11 @@ class Root:
     identity: str
     """The canonical identity, as files carry it."""
 
+    @functools.cached_property
+    def fidelity(self) -> str:
+        """`exact`, or what a lossy codec says of itself."""
+        return str(parse_identity(self.identity).get("fidelity", ""))
+
     def __repr__(self) -> str:
         return f"Root(root_id={self.root_id[:12]}…)"
 
@@ -158,7 +164,16 @@ def layout_of(canonical: str) -> Layout:
     return layout_from_json(parse_identity(canonical).get("layout"))
 
 
-_TELLING_FIRST = ("weights", "adapters", "overrides", "rope", "kv_types", "rotation", "block_size")
+_TELLING_FIRST = (
+    "weights",
+    "adapters",
+    "overrides",
+    "rope",
+    "kv_types",
+    "rotation",
+    "block_size",
+    "fidelity",
+)
 
 
 def differences(stored: str, here: str) -> list[tuple[str, str, str]]:

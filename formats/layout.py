@@ -36,6 +36,30 @@ _MAX_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlaneRope:
+    """How positions are rotated into the rows of a K plane, for codecs that undo it.
+
+    Of each head the first `dims` elements are rotated, pair j by the angle
+    position * scale * base^(-2j / dims). `pairing` says which elements are a pair: "interleaved"
+    (2j, 2j + 1), as in GGUF files of the llama family, or "halves" (j, j + dims / 2), as in
+    transformers. Wrong facts cost bytes, never values: what is undone is done again.
+    """
+
+    pairing: str
+    dims: int
+    base: float
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.pairing not in ("interleaved", "halves"):
+            raise Unsupported(f"pairing {reprlib.repr(self.pairing)} of RoPE is not known")
+        if self.dims < 2 or self.dims % 2 or not (self.base > 0 and math.isfinite(self.base)):
+            raise Damaged("impossible RoPE facts in the layout")
+        if not math.isfinite(self.scale):
+            raise Damaged("impossible RoPE facts in the layout")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plane:
     """One kind of row. `row` is (kv_heads, head_dim) for elements, (bytes,) for rows and pages."""
 
@@ -45,6 +69,8 @@ class Plane:
     row: tuple[int, ...]
     source_type: str = ""
     """The engine's own name of the type (`f16`, `q8_0`); it stands in the identity's kv_types."""
+    rope: PlaneRope | None = None
+    """None: not rotated, or nobody knows how. Codecs then take the rows as they are."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -56,6 +82,8 @@ class Plane:
         sizes = 2 if self.kind == "elements" else 1
         if len(self.row) != sizes or not all(1 <= n <= _MAX_SIZE for n in self.row):
             raise Damaged(f"plane {reprlib.repr(self.name)} has an impossible row shape")
+        if self.rope is not None and (self.kind != "elements" or self.rope.dims > self.row[1]):
+            raise Damaged(f"plane {reprlib.repr(self.name)} has no such RoPE")
         _check_name(self.name)
 
     @property
@@ -159,6 +187,7 @@ def layout_to_json(layout: Layout) -> list[dict[str, Any]]:
                     "plane": p.name,
                     "kind": p.kind,
                     "dtype": p.dtype,
+                    "rope": vars(p.rope) if p.rope else None,
                     "row": list(p.row),
                 }
                 for p in g.planes
@@ -182,6 +211,7 @@ def layout_from_json(value: Any) -> Layout:
                             kind=_typed(p["kind"], str),
                             dtype=_typed(p["dtype"], str),
                             row=tuple(_typed(n, int) for n in _typed(p["row"], list)),
+                            rope=_rope(p["rope"]),
                         )
                         for p in g["planes"]
                     ),
@@ -193,7 +223,18 @@ def layout_from_json(value: Any) -> Layout:
         raise Damaged("the layout in the identity cannot be read") from error
 
 
-_T = TypeVar("_T", str, int, list)
+def _rope(value: Any) -> PlaneRope | None:
+    if value is None:
+        return None
+    return PlaneRope(
+        pairing=_typed(value["pairing"], str),
+        dims=_typed(value["dims"], int),
+        base=_typed(value["base"], float),
+        scale=_typed(value["scale"], float),
+    )
+
+
+_T = TypeVar("_T", str, int, float, list)
 
 
 def _typed(value: Any, kind: type[_T]) -> _T:

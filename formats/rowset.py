@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from blake3 import blake3
 
-from kvsnap.formats.codecs import Codec
+from kvsnap.formats.codecs import Codec, Stretch
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Layout, Rows
@@ -24,23 +24,29 @@ def contiguous(rows: Rows) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(array) for name, array in rows.items()}
 
 
-def encode_rows(codec: Codec, layout: Layout, rows: Rows) -> list[tuple[str, Tensor]]:
-    """Tensors of all planes, sorted by name. `rows` must be contiguous and fit the layout."""
+def encode_rows(codec: Codec, layout: Layout, rows: Rows, start: int) -> list[tuple[str, Tensor]]:
+    """Tensors of all planes, sorted by name. `rows` must be contiguous and fit the layout; the
+    first of them belongs to position `start`."""
     return [
         (name + suffix, tensor)
         for name, (_, plane) in layout.planes().items()
-        for suffix, tensor in sorted(codec.encode(plane, rows[name]).items())
+        for suffix, tensor in sorted(codec.encode(Stretch(name, plane, start), rows[name]).items())
     ]
 
 
 def decode_rows(
-    codec: Codec, layout: Layout, tensors: Mapping[str, Tensor], out: Mapping[str, np.ndarray]
+    codec: Codec,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    out: Mapping[str, np.ndarray],
+    start: int,
 ) -> None:
     """Fill `out` (arrays or views as the layout says) from a file's tensors."""
     left = set(tensors)
     for name, (_, plane) in layout.planes().items():
         own = {key for key in left if key == name or key.startswith(name + ".")}
-        codec.decode(plane, {key[len(name) :]: tensors[key] for key in own}, out[name])
+        stored = {key[len(name) :]: tensors[key] for key in own}
+        codec.decode(Stretch(name, plane, start), stored, out[name])
         left -= own
     if left:
         raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
@@ -61,10 +67,19 @@ def rows_of_file(layout: Layout, tokens: int) -> dict[str, np.ndarray]:
     return layout.empty(tokens)
 
 
+def content_of(codec: Codec, rows: Rows, coded: Mapping[str, Tensor]) -> Rows:
+    """What a `content` digest covers: the decoded rows, so that it is the same for every lossless
+    codec; of a lossy one the coded tensors, because what they decode to may differ in its last bit
+    from one machine's matrix product to another's."""
+    if not codec.lossy:
+        return rows
+    return {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in coded.items()}
+
+
 def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> str:
     """BLAKE3 over what an engine would receive: u32 length, JSON of `fields`, ids, then planes.
 
-    The same for every lossless codec. `fields` are the header fields that decide what an engine
+    `rows` are as `content_of` says. `fields` are the header fields that decide what an engine
     receives; the planes' types and shapes stand in the JSON too.
     """
     shapes = {name: [str(array.dtype), *array.shape] for name, array in sorted(rows.items())}

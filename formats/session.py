@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed, Tensor, pack, parse
 from kvsnap.formats.errors import Damaged, UsageError
 from kvsnap.formats.fields import (
     FORMAT_VERSION,
-    check_fidelity,
     check_version,
+    codec_field,
     digest_field,
     ids_tensor,
     number_field,
@@ -42,6 +42,8 @@ class SessionRecord:
     tenant_id: str
     root_id: str
     identity: str
+    fidelity: str = EXACT
+    """Of the chain's blocks. The tail's rows are always stored without loss."""
     block_size: int
     revision: int
     token_ids: TokenIds
@@ -65,7 +67,7 @@ class SessionRecord:
         """The header fields that decide what an engine receives, or who may have it."""
         return {
             "block_size": str(self.block_size),
-            "fidelity": EXACT,
+            "fidelity": self.fidelity,
             "kind": KIND,
             "name": self.name,
             "revision": str(self.revision),
@@ -91,7 +93,7 @@ class SessionFile:
         if self.record.tail_tokens:
             layout = layout_of(self.record.identity)
             rows = rows_of_file(layout, self.record.tail_tokens)
-            decode_rows(self.codec, layout, self.tensors, rows)
+            decode_rows(self.codec, layout, self.tensors, rows, self.record.tail_start)
         elif self.tensors:
             raise Damaged(f"tensors without a tail: {reprlib.repr(sorted(self.tensors))}")
         if content_digest(self.record.fields(), _ids(self.record), rows) != self.content:
@@ -126,7 +128,7 @@ def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
     tensors = [
         ("token_ids", Tensor("U32", record.token_ids.shape, record.token_ids.astype("<u4"))),
         ("chain", Tensor("U8", chain.shape, chain)),
-        *(encode_rows(codec, layout, rows) if record.tail_tokens else ()),
+        *(encode_rows(codec, layout, rows, record.tail_start) if record.tail_tokens else ()),
     ]
     return pack(metadata, tensors)
 
@@ -135,7 +137,6 @@ def parse_session(buffer: memoryview) -> SessionFile:
     """Parse a whole session file. The caller checks the `file` digest first."""
     container = parse(buffer)
     check_version(container, KIND)
-    check_fidelity(container)
     tensors = dict(container.tensors)
     ids, chain = ids_tensor(tensors.pop("token_ids", None)), tensors.pop("chain", None)
     if chain is None or chain.dtype != "U8" or chain.shape[1:] != (32,):
@@ -155,13 +156,16 @@ def parse_session(buffer: memoryview) -> SessionFile:
         tenant_id=container.field("tenant_id"),
         root_id=digest_field(container, "root_id").hex(),
         identity=container.field("identity"),
+        fidelity=container.field("fidelity"),
         block_size=block_size,
         revision=number_field(container, "revision"),
         token_ids=ids,
         chain=tuple(names[at : at + 32] for at in range(0, len(names), 32)),
         notes=notes,
     )
-    codec = get_codec(container.field("codec"))
+    codec = codec_field(container)
+    if codec.lossy:
+        raise Damaged(f"a session's tail in the lossy codec {codec.id}")
     content, talk = container.field("content"), container.field("talk")
     return SessionFile(record, codec, content, talk, container.field("file"), tensors)
 

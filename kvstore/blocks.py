@@ -122,7 +122,13 @@ class Blocks:
         if self.has(wanted.name):
             return 0
         record = BlockRecord(
-            wanted.name, wanted.parent, root.root_id, wanted.start, wanted.token_ids, root.identity
+            wanted.name,
+            wanted.parent,
+            root.root_id,
+            wanted.start,
+            wanted.token_ids,
+            root.identity,
+            fidelity=root.fidelity,
         )
         packed = pack_block(record, codec, layout, rows)
         path = self.place.block(wanted.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvsnap.engines.base import Engine, Landing
@@ -27,82 +28,106 @@ class Restored:
     skipped: str = ""
     deepest: bytes | None = None
     """The last block that was read, perhaps only its front."""
+    root: Root | None = None
+    """Under which what was loaded is stored; None where nothing was."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What is stored of a prompt under one root: in blocks, and with a session's own tail."""
+
+    root: Root
+    match: Match
+    tail: int
+
+    @property
+    def tokens(self) -> int:
+        return max(self.match.tokens, self.tail)
 
 
 class ChainReader:
-    """Reads for one engine under one root."""
+    """Reads for one engine."""
 
-    def __init__(self, store: Store, engine: Engine, root: Root) -> None:
-        self.store, self.engine, self.root = store, engine, root
-        self._speed_key = key_of(root.identity)
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self.store, self.engine = store, engine
         if store.blocks.ram is not None and engine.on_gpu:
             store.blocks.ram.pin()
 
     def restore(
-        self, ids: TokenIds, limit: int, held: int, lease: Lease, own: SessionFile | None
+        self,
+        roots: Sequence[Root],
+        ids: TokenIds,
+        limit: int,
+        held: int,
+        lease: Lease,
+        own: SessionFile | None,
     ) -> Restored:
-        """Load what is stored beyond the `held` tokens, at most `limit`. Whatever turns out damaged
-        makes it shorter: the search runs again without it."""
+        """Load what is stored beyond the `held` tokens, at most `limit`, under the root that has
+        most of it; of equals the first. Whatever turns out damaged makes it shorter: the search
+        runs again without it."""
         result = Restored(own, held)
         while True:
-            match, tail = self._look_up(ids, limit, result)
-            reusable = max(match.tokens, tail)
-            if reusable <= held or not self._is_worth_it(match, held, reusable, len(ids), result):
+            offer = max(
+                (self._look_up(root, ids, limit, result) for root in roots),
+                key=lambda offer: offer.tokens,  # the first of equals, as max does
+            )
+            if offer.tokens <= held or not self._is_worth_it(offer, held, len(ids), result):
                 return result
+            match = offer.match
             if match.blocks:
                 lease.keep(match.blocks[-1].name, wait=False)
-            landing, filled, missed = self._fill(match, tail, held, result)
+            landing, filled, missed = self._fill(offer, held, result)
             if missed is not None:
                 result.damage.append(missed)
                 continue
             if self.store.blocks.ram is not None:
-                self.store.blocks.ram.keep_chain(self.root, match.blocks, landing.rows, held)
+                self.store.blocks.ram.keep_chain(offer.root, match.blocks, landing.rows, held)
             try:
                 self.engine.load(landing, ids[:filled])
-                result.tokens = filled
+                result.tokens, result.root = filled, offer.root
                 result.deepest = match.blocks[-1].name if match.blocks else None
             except EngineError as error:
                 result.damage.append(error.what)
                 result.tokens = common_prefix(self.engine.token_ids(), ids)
             return result
 
-    def _look_up(self, ids: TokenIds, limit: int, result: Restored) -> tuple[Match, int]:
+    def _look_up(self, root: Root, ids: TokenIds, limit: int, result: Restored) -> _Offer:
         """The longest stored prefix over blocks, and how far the session's own tail brings it."""
         size = self.store.block_size
-        names = chain_names(self.root.key, ids, size)
+        names = chain_names(root.key, ids, size)
         try:
-            match = longest_prefix(self.store.blocks, self.root, names, ids, size, limit)
+            match = longest_prefix(self.store.blocks, root, names, ids, size, limit)
         except StoreError as error:
             result.damage.append(error.what)
-            return Match(0, ()), 0
+            return _Offer(root, Match(0, ()), 0)
         record = result.own.record if result.own else None
-        return match, tail_reach(record, self.root, match, ids, limit, size)
+        return _Offer(root, match, tail_reach(record, root, match, ids, limit, size))
 
-    def _is_worth_it(
-        self, match: Match, held: int, reusable: int, prompt_tokens: int, result: Restored
-    ) -> bool:
+    def _is_worth_it(self, offer: _Offer, held: int, prompt_tokens: int, result: Restored) -> bool:
         """Whether restoring is not clearly slower than computing, where that was measured here."""
         ram = self.store.blocks.ram
-        needed = [b for b in match.blocks if b.start + len(b.token_ids) > held]
+        needed = [b for b in offer.match.blocks if b.start + len(b.token_ids) > held]
         from_memory = ram is not None and needed and all(block.name in ram for block in needed)
         verdict = self.store.break_even.worth(
-            self._speed_key, held, reusable, prompt_tokens, "memory" if from_memory else "disk"
+            key_of(offer.root.identity),
+            held,
+            offer.tokens,
+            prompt_tokens,
+            "memory" if from_memory else "disk",
         )
         result.skipped = verdict.reason
         return verdict.worth
 
-    def _fill(
-        self, match: Match, tail: int, held: int, result: Restored
-    ) -> tuple[Landing, int, str | None]:
+    def _fill(self, offer: _Offer, held: int, result: Restored) -> tuple[Landing, int, str | None]:
         """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
-        total = max(match.tokens, tail)
+        match, tail, total = offer.match, offer.tail, offer.tokens
         landing = self.engine.landing(total, held)
         own = result.own if tail else None
         stop = match.tokens if own is None else own.record.tail_start
         if stop > held:
             done, miss = read_blocks(
                 self.store.blocks,
-                self.root,
+                offer.root,
                 match.blocks,
                 self.engine.layout,
                 landing.rows,

@@ -30,6 +30,8 @@ def difference(record: BlockRecord, root: Root, wanted: Wanted) -> str | None:
         return "the file is another block's"
     if record.root_id != root.root_id or record.identity != root.identity:
         return "the file belongs to another identity"
+    if record.fidelity != root.fidelity:
+        return "the file belongs to another identity"
     if record.parent != wanted.parent or record.start != wanted.start:
         return "the file belongs to another place in a chain"
     front = record.token_ids[: len(wanted.token_ids)]

@@ -8,7 +8,7 @@ from typing import Any
 from kvsnap.formats.block import parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import NotFound, UsageError
-from kvsnap.formats.identity import EXACT, parse_identity
+from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
 from kvsnap.kvstore.pins import is_pinned
 from kvsnap.kvstore.store import Store
@@ -37,7 +37,7 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
         "tail_tokens": record.tail_tokens,
         "bytes": files.file_size(path),
         "codec": session.codec.id,
-        "fidelity": EXACT,
+        "fidelity": record.fidelity,
         "root_id": record.root_id,
         "identity": parse_identity(record.identity),
         "notes": dict(record.notes),
@@ -78,7 +78,7 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
         "tokens": len(block.record.token_ids),
         "bytes": len(buffer),
         "codec": block.codec.id,
-        "fidelity": EXACT,
+        "fidelity": block.record.fidelity,
         "content": block.content,
         "root_id": block.record.root_id,
         "identity": parse_identity(block.record.identity),

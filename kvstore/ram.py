@@ -207,5 +207,11 @@ def _whole_record(root: Root, block: Wanted) -> BlockRecord | None:
     if names.block_name(root.key, block.parent, block.token_ids) != block.name:
         return None
     return BlockRecord(
-        block.name, block.parent, root.root_id, block.start, block.token_ids, root.identity
+        block.name,
+        block.parent,
+        root.root_id,
+        block.start,
+        block.token_ids,
+        root.identity,
+        fidelity=root.fidelity,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsnap.formats.identity import EXACT
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport:
@@ -15,6 +17,8 @@ class ResumeReport:
     """Of the reused tokens, how many came from the store; the engine held the others already."""
     stopped_by: str
     """Why reuse ended where it did; one line."""
+    fidelity: str = EXACT
+    """Of the rows that the engine holds now: not `exact` where lossy ones are among them."""
     damage: tuple[str, ...] = ()
     """One line for each stored block or session that could not be used."""
 

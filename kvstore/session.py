@@ -7,11 +7,12 @@ save:   engine → rows → blocks → files → index → session file
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvsnap.engines.base import Engine
-from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
+from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
@@ -25,7 +26,7 @@ from kvsnap.formats.errors import (
     UsageError,
     Vanished,
 )
-from kvsnap.formats.identity import EXACT, differences, root_of
+from kvsnap.formats.identity import EXACT, Root, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
 from kvsnap.formats.session import SessionFile, SessionRecord
@@ -34,6 +35,12 @@ from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_reader import ChainReader, Restored
 from kvsnap.kvstore.chain_writer import ChainWriter
+from kvsnap.kvstore.fidelity import (
+    lossy_roots,
+    note_fidelity,
+    refuse_other_fidelity,
+    usable_tokens,
+)
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.session_file import no_session
@@ -60,25 +67,52 @@ class Session:
         name: str | None = None,
         *,
         tenant: Tenant | None = None,
-        codec: str = DEFAULT_CODEC,
+        codec: str | None = None,
+        allow_lossy: bool = False,
     ) -> None:
+        """`codec`: as `get_codec` reads it; None is the stored session's own where that is lossy,
+        else the default. A lossy one makes this a lossy session: its blocks are stored so, and
+        blocks that are stored so may be restored. `allow_lossy` lets an exact session restore what
+        is stored with loss only, which makes it a lossy one from then on."""
         if name is not None:
             check_session_name(name)
         self.store, self.engine, self.name = store, engine, name
-        self.codec = get_codec(codec)
-        self.tenant_id = tenant_id(tenant)
+        self.tenant, self.tenant_id = tenant, tenant_id(tenant)
         self.layout = engine.layout
         if not self.layout.can_cut:
             raise Unsupported("engines whose rows are whole pages are not handled yet")
-        self.root = root_of(engine.identity(store.block_size, store.file_digest), tenant)
-        self.tenant = tenant
-        self._reader = ChainReader(store, engine, self.root)
-        self._asked: TokenIds | None = None
-        self._writer = ChainWriter(store, engine, self.root, self.codec)
         self._problems: list[str] = []
         self.stored: SessionFile | None = None
         self._version: Version = (0, "")
         self._load()
+        self._identity = engine.identity(store.block_size, store.file_digest)
+        self._exact = root_of(self._identity, tenant)
+        self._allow_lossy = allow_lossy
+        self._reader = ChainReader(store, engine)
+        self._asked: TokenIds | None = None
+        self._become(get_codec(codec) if codec is not None else self._own_codec())
+
+    def _become(self, codec: Codec) -> None:
+        """From now on blocks are stored by this codec, under the root of its fidelity."""
+        identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
+        self.codec = codec
+        self.root = root_of(identity, self.tenant)
+        self._writer = ChainWriter(self.store, self.engine, self.root, codec)
+
+    def _own_codec(self) -> Codec:
+        """That of the stored session, where it is lossy and can still be decoded here."""
+        if self.stored is not None and self.stored.record.fidelity != EXACT:
+            try:
+                return get_codec(self.stored.record.fidelity)
+            except Unsupported as error:
+                self._problems.append(error.what)
+        return get_codec(DEFAULT_CODEC)
+
+    @property
+    def _tail_codec(self) -> Codec:
+        """A tail is coded with the block that it becomes; until then it stays as the engine has
+        it, or its tokens would be quantized twice."""
+        return get_codec(DEFAULT_CODEC) if self.codec.lossy else self.codec
 
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""
@@ -113,14 +147,21 @@ class Session:
             )
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
+        if self._allow_lossy and not self.codec.lossy and self.engine.held_fidelity() != EXACT:
+            self._become(get_codec(self.engine.held_fidelity()))
+        held = usable_tokens(self.engine, held, self.root)
         self.engine.truncate(held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         with self.store.holds.lease() as lease:
-            found = self._reader.restore(ids, limit, held, lease, self.stored)
+            found = self._reader.restore(self.roots(), ids, limit, held, lease, self.stored)
             self.stored, reused = found.own, found.tokens
+            note_fidelity(self.engine, found.root, ids[:reused], held)
+            if self.engine.held_fidelity() not in (EXACT, self.root.fidelity):
+                self._become(get_codec(self.engine.held_fidelity()))
             whole = ids[: reused // self.store.block_size * self.store.block_size]
-            names = chain_names(self.root.key, whole, self.store.block_size)
+            root = found.root or self.root
+            names = chain_names(root.key, whole, self.store.block_size)
             deepest = found.deepest or (names[-1] if names else None)
             self.store.index.count_request(deepest, reused, len(ids) - reused)
         found.damage[:0] = self._problems
@@ -130,13 +171,24 @@ class Session:
             from_store=reused - min(held, reused),
             stopped_by=self._why(ids, leave, found),
             damage=tuple(found.damage),
+            fidelity=self.engine.held_fidelity(),
         )
+
+    def roots(self) -> list[Root]:
+        """Whose blocks may be restored, the better ones first."""
+        if self.codec.lossy:
+            return [self._exact, self.root]
+        if not self._allow_lossy:
+            return [self._exact]
+        return [self._exact, *lossy_roots(self.store, self.tenant, self._identity)]
 
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
 
         Called between batches of a long prefill it makes an interruption cost one batch.
         """
+
+        refuse_other_fidelity(self.engine, self.root)
 
         def put() -> None:
             with self.store.holds.lease() as lease:
@@ -161,6 +213,7 @@ class Session:
 
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
         self._refuse_another_conversation()
+        refuse_other_fidelity(self.engine, self.root)
         wanted = self._writer.chain()
         names = [block.name for block in wanted]
         partly = list[PartlyDone]()
@@ -188,7 +241,7 @@ class Session:
             bytes_written=sum(self._writer.written.values()),
             bytes_raw=self._writer.raw,
             codec=self.codec.id,
-            fidelity=EXACT,
+            fidelity=self.root.fidelity,
         )
         self._writer.start_anew()
         if partly:
@@ -206,10 +259,10 @@ class Session:
         with contextlib.ExitStack() as stack:
             drafting = self.store.sessions.draft
             try:
-                draft = stack.enter_context(drafting(record, self.codec, self.layout, tail))
+                draft = stack.enter_context(drafting(record, self._tail_codec, self.layout, tail))
             except StoreFull:
                 lease.end(wait=True)
-                draft = stack.enter_context(drafting(record, self.codec, self.layout, tail))
+                draft = stack.enter_context(drafting(record, self._tail_codec, self.layout, tail))
             yield draft
 
     def _put_what_fits(
@@ -237,6 +290,7 @@ class Session:
             tenant_id=self.tenant_id,
             root_id=self.root.root_id,
             identity=self.root.identity,
+            fidelity=self.root.fidelity,
             block_size=size,
             revision=self._version[0] + 1,
             token_ids=ids,
@@ -256,7 +310,7 @@ class Session:
         saved after us, and its version must not pass for ours."""
         sessions = self.store.sessions
         if written is None:
-            moved = sessions.store_beside(record, self.codec, self.layout, tail)
+            moved = sessions.store_beside(record, self._tail_codec, self.layout, tail)
             self.name, written = moved.stored_as, moved.stored
             partly.append(moved)
             self._hold(written)

@@ -15,9 +15,9 @@ from pathlib import Path
 from kvsnap.formats.block import BlockRecord, parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError
-from kvsnap.formats.identity import Root, root_of
+from kvsnap.formats.identity import Root, parse_identity, root_of
 from kvsnap.formats.names import block_name, chain_names
-from kvsnap.formats.session import SessionFile
+from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
@@ -140,6 +140,7 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
         record = block.record
         if store.place.block(record.name) != path:
             raise Damaged(f"the file holds block {record.name.hex()[:12]}…")
+        _check_fidelity(record)
         root = _root_of(record.identity, record.root_id, tenant)
         if root is not None:
             own = block_name(root.key, record.parent, record.token_ids, record.extras)
@@ -164,6 +165,7 @@ def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> Se
         session.tail_rows()
         session.check_talk()
         record = session.record
+        _check_fidelity(record)
         root = _root_of(record.identity, record.root_id, tenant)
         if root is not None:
             names = chain_names(root.key, record.token_ids, record.block_size)
@@ -171,6 +173,11 @@ def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> Se
                 raise Damaged("the chain does not follow from the session's token ids")
         return session
     return None
+
+
+def _check_fidelity(record: BlockRecord | SessionRecord) -> None:
+    if parse_identity(record.identity).get("fidelity") != record.fidelity:
+        raise Damaged("the file's fidelity is not that of its identity")
 
 
 def _root_of(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:

@@ -74,7 +74,9 @@ def another_identity(
     Other identities are tried under the same tenant key only: without the key nobody can tell
     whether a prompt is stored.
     """
-    for other in _others(store, root, tenant):
+    for other in stored_roots(store, tenant):
+        if other.root_id == root.root_id:
+            continue
         first = chain_names(other.key, ids[: store.block_size], store.block_size)
         if first and store.index.is_reachable(first[0]):
             try:
@@ -86,10 +88,9 @@ def another_identity(
     return None
 
 
-def _others(store: Store, root: Root, tenant: Tenant | None) -> list[Root]:
-    rows = store.index.query(
-        "SELECT root_id, identity FROM roots WHERE root_id != ?", [root.root_id]
-    )
+def stored_roots(store: Store, tenant: Tenant | None) -> list[Root]:
+    """Roots of this tenant under which blocks are stored."""
+    rows = store.index.query("SELECT root_id, identity FROM roots")
     candidates = (
         (root_id, root_of(identity, tenant))
         for root_id, identity in rows

@@ -54,7 +54,6 @@ def command(
     Nothing is computed, restored or changed. A miss is an answer: the exit code is 0.
     """
     from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
-    from kvsnap.formats.codecs import DEFAULT_CODEC
     from kvsnap.kvstore.conversation import new_prompt, next_prompt
     from kvsnap.kvstore.explain.explain import explain
 
@@ -64,7 +63,7 @@ def command(
         raise UsageError("there is nothing to explain", "name a session, or give a prompt")
     require_llama()
     tokens = count_all_tokens(app, options["model"], session, tenant, source)
-    options["codec"] = DEFAULT_CODEC
+    options["codec"] = None
     loaded = Loaded(app, options, tokens + ANSWER, session, tenant)
     try:
         if session is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,11 +24,17 @@ from kvsnap.formats.errors import (
     UsageError,
 )
 
+if TYPE_CHECKING:
+    from kvsnap.kvstore.reports import ResumeReport
+
 EXAMPLES = """\b
 Examples:
   kvsnap resume support --model m.gguf --prompt "And then?" --max-tokens 40
   kvsnap resume --model m.gguf --messages chat.json --max-tokens 100
 """
+
+
+ALLOW = " (--allow-lossy uses them)"
 
 
 @click.command("resume", epilog=EXAMPLES)
@@ -59,6 +65,11 @@ Examples:
     help="Seed of the sampler.",
 )
 @click.option("--no-save", is_flag=True, help="Do not store what was computed and generated.")
+@click.option(
+    "--allow-lossy",
+    is_flag=True,
+    help="Use blocks that were stored by a lossy codec, where no exact ones reach as far.",
+)
 @store_options
 @engine_options
 @click.pass_obj
@@ -83,7 +94,6 @@ def command(
     goes on generating. The sampler's state (its random numbers) is not part of a session.
     """
     from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
-    from kvsnap.formats.identity import EXACT
     from kvsnap.kvstore.answer import generate
     from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
 
@@ -112,7 +122,7 @@ def command(
         result = loaded.prefill(app, made.token_ids, leave=1, store_on_the_way=False)
         report = result.report
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
-            app.out.warn(f"nothing reused: {report.stopped_by}")
+            app.out.warn(f"nothing reused: {report.stopped_by}" + ALLOW * _only_lossy(report))
         closed = False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(made.open_bytes)
@@ -159,7 +169,7 @@ def command(
                 "generated_tokens": len(result.new_ids),
                 "token_ids": result.new_ids,
                 "text": text,
-                "fidelity": EXACT,
+                "fidelity": report.fidelity,
                 "seconds": {
                     "load_model": loaded.load_seconds,
                     "restore": result.seconds.restore,
@@ -173,7 +183,7 @@ def command(
         )
     first = result.seconds.first_token
     app.out.say(
-        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused (exact),"
+        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.fidelity}),"
         f" {result.computed_tokens} computed; {units.count(len(result.new_ids), 'new token')}"
         + (f"; first after {units.seconds(first)}" if first is not None else "")
     )
@@ -184,3 +194,7 @@ def command(
         )
     if problem is not None:
         raise problem
+
+
+def _only_lossy(report: ResumeReport) -> bool:
+    return report.stopped_by.startswith("identity: fidelity is")

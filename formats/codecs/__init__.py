@@ -1,11 +1,20 @@
-"""The table of codecs: wire id → where it lives. A file's id is looked up here and nowhere else."""
+"""The table of codecs: wire id → where it lives. A file's id is looked up here and nowhere else,
+then among the entry points of group `kvsnap.codecs`, where other packages name theirs.
+
+A codec is written as its id, or with parameters: `q4`, `q4;step=0.3`, `kvtc;calibration=HEX`. A
+fidelity is the same with the version and every parameter: `q4@1;step=0.25`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import reprlib
 from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
 
-from kvsnap.formats.codecs.base import Codec
+from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.errors import Unsupported
 
 CODECS = {
@@ -13,18 +22,63 @@ CODECS = {
     "zstd": "kvsnap.formats.codecs.zstd:Zstd",
 }
 DEFAULT_CODEC = "zstd"
+ENTRY_POINTS = "kvsnap.codecs"
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "get_codec"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_codecs"]
 
 
-def get_codec(codec_id: str) -> Codec:
-    """The codec of a wire id; `Unsupported` names the id and the known ones."""
-    try:
-        module, _, name = CODECS[codec_id].partition(":")
-    except KeyError:
+@functools.lru_cache(maxsize=64)
+def get_codec(text: str) -> Codec:
+    """The codec that an id, an id with parameters or a fidelity names; `Unsupported` names the id
+    and the known ones, the version, or the parameter that is wrong."""
+    head, *pairs = text.split(";")
+    codec_id, at, version = head.partition("@")
+    kind = _class_of(codec_id)
+    if at and version != str(kind.version):
         raise Unsupported(
-            f"codec {reprlib.repr(codec_id)} is not known to this version of kvsnap",
-            f"known codecs: {', '.join(sorted(CODECS))}",
-        ) from None
-    codec: Codec = getattr(import_module(module), name)()
-    return codec
+            f"version {reprlib.repr(version)} of codec {codec_id} is not known,"
+            f" this kvsnap has version {kind.version}",
+            "use the kvsnap that wrote it, or a newer one",
+        )
+    return kind(**_parameters(kind, pairs))
+
+
+def known_codecs() -> list[str]:
+    return sorted({*CODECS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def _class_of(codec_id: str) -> type[Codec]:
+    places = [CODECS[codec_id]] if codec_id in CODECS else _other_places(codec_id)
+    for module, _, name in (place.partition(":") for place in places):
+        found = getattr(import_module(module), name)
+        if isinstance(found, type) and issubclass(found, Codec) and found.id == codec_id:
+            return found
+    raise Unsupported(
+        f"codec {reprlib.repr(codec_id)} is not known to this version of kvsnap",
+        f"known codecs: {', '.join(known_codecs())}",
+    )
+
+
+def _other_places(codec_id: str) -> list[str]:
+    return [point.value for point in entry_points(group=ENTRY_POINTS, name=codec_id)]
+
+
+def _parameters(kind: type[Codec], pairs: list[str]) -> dict[str, Any]:
+    """Field → value, each as the field's own type reads it."""
+    types: dict[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, text = pair.partition("=")
+        if key not in types or key in values:
+            known = ", ".join(types) or "none"
+            raise Unsupported(
+                f"codec {kind.id} has no parameter {reprlib.repr(key)}", f"it has: {known}"
+            )
+        try:
+            values[key] = types[key](text)
+        except ValueError:
+            raise Unsupported(
+                f"parameter {key} of codec {kind.id} is not a {types[key].__name__}:"
+                f" {reprlib.repr(text)}"
+            ) from None
+    return values

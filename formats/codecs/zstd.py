@@ -13,12 +13,13 @@ import math
 import reprlib
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zstandard
 
-from kvsnap.formats.codecs.base import Codec
+from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Array, Plane
@@ -26,11 +27,12 @@ from kvsnap.formats.layout import Array, Plane
 LEVEL = 1
 
 
+@dataclass(frozen=True)
 class Zstd(Codec):
     id = "zstd"
 
-    def encode(self, plane: Plane, rows: Array) -> dict[str, Tensor]:
-        count = _planes(plane)
+    def encode(self, at: Stretch, rows: Array) -> dict[str, Tensor]:
+        count = _planes(at.plane)
         stored: dict[str, Tensor] = {}
         for number in range(count):
             data: Any = rows if count == 1 else (rows >> (8 * number)).astype(np.uint8)
@@ -42,8 +44,8 @@ class Zstd(Codec):
             stored[f".b{number}"] = Tensor("U8", (memoryview(data).nbytes,), data)
         return stored
 
-    def decode(self, plane: Plane, stored: Mapping[str, Tensor], out: Array) -> None:
-        count = _planes(plane)
+    def decode(self, at: Stretch, stored: Mapping[str, Tensor], out: Array) -> None:
+        plane, count = at.plane, _planes(at.plane)
         if sorted(stored) != [f".b{number}" for number in range(count)]:
             raise Damaged(
                 f"codec zstd stores {count} byte planes, not {reprlib.repr(sorted(stored))}"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsnap.formats.identity import Identity
+from kvsnap.formats.identity import EXACT, Identity
 from kvsnap.formats.layout import Layout, Rows
-from kvsnap.formats.names import TokenIds
+from kvsnap.formats.names import TokenIds, common_prefix
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,16 @@ class Landing:
     buffer: object
 
 
+@dataclass(frozen=True)
+class LossyRows:
+    """Rows that were restored from a lossy codec: positions `start` to the end of `token_ids`.
+    Whatever the engine computed on top of them is of their fidelity, too."""
+
+    fidelity: str
+    start: int
+    token_ids: TokenIds
+
+
 class Engine(ABC):
     """One live context of one engine. Not for use by several threads at once."""
 
@@ -43,6 +53,9 @@ class Engine(ABC):
 
     holder: tuple[str, str] | None = None
     """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
+
+    lossy: LossyRows | None = None
+    """What was restored with loss last: such rows must never be stored as exact ones."""
 
     @property
     @abstractmethod
@@ -84,6 +97,13 @@ class Engine(ABC):
 
         Raises `EngineError` if the engine does not take them; it holds no more than before.
         """
+
+    def held_fidelity(self) -> str:
+        """Of the rows that the engine holds: `exact` unless lossy ones are among them."""
+        lossy = self.lossy
+        if lossy is None or common_prefix(self.token_ids(), lossy.token_ids) <= lossy.start:
+            return EXACT
+        return lossy.fidelity
 
     @abstractmethod
     def truncate(self, tokens: int) -> None:

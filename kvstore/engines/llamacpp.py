@@ -16,7 +16,7 @@ from typing import cast
 import llama_cpp
 import numpy as np
 
-from kvsnap.engines.base import Landing
+from kvsnap.engines.base import Landing, LossyRows
 from kvsnap.engines.llamacpp_identity import (
     Facts,
     identity_of,
@@ -101,6 +101,14 @@ class LlamaCpp(LlamaText):
     @holder.setter
     def holder(self, value: tuple[str, str] | None) -> None:
         self.llm._kvsnap_holder = value  # adapters come and go; the context is what is shared
+
+    @property
+    def lossy(self) -> LossyRows | None:
+        return getattr(self.llm, "_kvsnap_lossy", None)
+
+    @lossy.setter
+    def lossy(self, value: LossyRows | None) -> None:
+        self.llm._kvsnap_lossy = value
 
     def export(self, start: int, stop: int) -> Rows:
         if not 0 <= start < stop <= self.llm.n_tokens:

@@ -23,7 +23,7 @@ from kvsnap.formats.errors import NotFound, Unsupported
 from kvsnap.formats.identity import Adapter, Identity, Rope
 from kvsnap.formats.interchange.ggml import GgmlType, ggml_type
 from kvsnap.formats.interchange.llamacpp import check_version
-from kvsnap.formats.layout import Group, Layout, Plane
+from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
 
 FAMILY = "llama.cpp"
 _NOT_YET = "use a full-attention model; kvsnap does not handle these yet"
@@ -46,6 +46,7 @@ class Facts:
     rotation_k: int
     rotation_v: int
     rope: Rope | None
+    rope_dims: int
 
 
 def read_facts(llm: llama_cpp.Llama) -> Facts:
@@ -80,6 +81,7 @@ def read_facts(llm: llama_cpp.Llama) -> Facts:
         rotation_k=rotation_k,
         rotation_v=rotation_v,
         rope=_rope(llm, architecture),
+        rope_dims=int(meta.get(f"{architecture}.rope.dimension_count", k_dim)),
     )
 
 
@@ -93,8 +95,8 @@ def layout_of(facts: Facts) -> Layout:
             v_type.row_bytes(heads * facts.v_dim),
         )
         planes = (
-            _plane("k", k_type, heads, facts.k_dim, k_bytes),
-            _plane("v", v_type, heads, facts.v_dim, v_bytes),
+            _plane("k", k_type, heads, facts.k_dim, k_bytes, _plane_rope(facts)),
+            _plane("v", v_type, heads, facts.v_dim, v_bytes, None),
         )
         name = "full" if len(set(facts.heads)) == 1 else f"full{number}"
         groups.append(Group(name=name, layers=len(list(run)), planes=planes))
@@ -228,12 +230,30 @@ def _rope(llm: llama_cpp.Llama, architecture: str) -> Rope | None:
     )
 
 
-def _plane(name: str, kind: GgmlType, heads: int, dim: int, row_bytes: int) -> Plane:
+def _plane(
+    name: str, kind: GgmlType, heads: int, dim: int, row_bytes: int, rope: PlaneRope | None
+) -> Plane:
     if kind.quantized:
         return Plane(name=name, kind="rows", dtype="U8", row=(row_bytes,), source_type=kind.name)
     return Plane(
-        name=name, kind="elements", dtype=kind.dtype, row=(heads, dim), source_type=kind.name
+        name=name,
+        kind="elements",
+        dtype=kind.dtype,
+        row=(heads, dim),
+        source_type=kind.name,
+        rope=rope,
     )
+
+
+def _plane_rope(facts: Facts) -> PlaneRope | None:
+    """Where angles follow from base and scale alone; other schemes change them pair by pair. So do
+    a model's own factors (`rope_freqs`), which cannot be read here: codecs lose bytes by that,
+    never values."""
+    rope = facts.rope
+    if rope is None or rope.scaling not in ("none", "linear") or facts.rope_dims > facts.k_dim:
+        return None
+    pairing = {"norm": "interleaved", "neox": "halves"}[rope.type]
+    return PlaneRope(pairing=pairing, dims=facts.rope_dims, base=rope.base, scale=rope.scale)
 
 
 def _per_layer(text: str | None, layers: int) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvsnap.formats.block import parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError
+from kvsnap.formats.identity import Root
 from kvsnap.formats.names import TokenIds, chain_names
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Wanted
@@ -33,8 +34,10 @@ class Loss:
 @dataclass(frozen=True)
 class Found:
     """`tokens` at the front could be restored: from these blocks, of which the last may be cut,
-    and `tail` tokens from the session's own file. `names`: of all filled blocks of the prompt."""
+    and `tail` tokens from the session's own file. `names`: of all filled blocks of the prompt,
+    under `root`."""
 
+    root: Root
     tokens: int
     blocks: tuple[Wanted, ...]
     tail: int
@@ -45,16 +48,25 @@ class Found:
 def dry_match(session: Session, ids: TokenIds, *, check: bool = False) -> Found:
     """What is stored of `ids`, all but the last token. A file that is missing is noticed; what is
     in the files only with `check`, which reads and decodes them."""
+    best = _under(session, session.root, ids, check)
+    for root in session.roots():
+        if root != session.root:
+            other = _under(session, root, ids, check)
+            best = other if other.tokens > best.tokens else best
+    return best
+
+
+def _under(session: Session, root: Root, ids: TokenIds, check: bool) -> Found:
     store, size = session.store, session.store.block_size
     limit = max(0, len(ids) - 1)
-    names = chain_names(session.root.key, ids, size)
+    names = chain_names(root.key, ids, size)
     blocks = copy.copy(store.blocks)
     blocks.misses = dict(store.blocks.misses)  # this look's verdicts must not outlive it
     losses: list[Loss] = []
     right: set[bytes] = set()
     while True:
-        match = longest_prefix(blocks, session.root, names, ids, size, limit)
-        bad = _first_bad(session, match, right, check)
+        match = longest_prefix(blocks, root, names, ids, size, limit)
+        bad = _first_bad(session, root, match, right, check)
         if bad is None:
             break
         name, reason = bad
@@ -63,25 +75,25 @@ def dry_match(session: Session, ids: TokenIds, *, check: bool = False) -> Found:
     depth = match.tokens // size
     if depth < len(names) and names[depth] in store.blocks.misses:
         losses.append(Loss(names[depth].hex(), store.blocks.misses[names[depth]]))
-    reach = _tail_reach(session, ids, match, limit, losses)
+    reach = _tail_reach(session, root, ids, match, limit, losses)
     start = reach and _tail_start(session)
     used = match.blocks[: start // size] if reach else match.blocks
-    return Found(max(match.tokens, reach), tuple(used), reach - start, names, tuple(losses))
+    return Found(root, max(match.tokens, reach), tuple(used), reach - start, names, tuple(losses))
 
 
 def _first_bad(
-    session: Session, match: Match, right: set[bytes], check: bool
+    session: Session, root: Root, match: Match, right: set[bytes], check: bool
 ) -> tuple[bytes, str] | None:
     for wanted in match.blocks:
         if wanted.name not in right:
-            problem = _problem(session, wanted, check)
+            problem = _problem(session, root, wanted, check)
             if problem is not None:
                 return wanted.name, problem
             right.add(wanted.name)
     return None
 
 
-def _problem(session: Session, wanted: Wanted, check: bool) -> str | None:
+def _problem(session: Session, root: Root, wanted: Wanted, check: bool) -> str | None:
     """Why a block's file cannot be used, as far as was looked. A file of another length than the
     index says is read in any case: the file is believed, where it is whole."""
     row = session.store.index.find(wanted.name)
@@ -100,16 +112,16 @@ def _problem(session: Session, wanted: Wanted, check: bool) -> str | None:
         return error.what
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return difference(block.record, session.root, wanted)
+    return difference(block.record, root, wanted)
 
 
 def _tail_reach(
-    session: Session, ids: TokenIds, match: Match, limit: int, losses: list[Loss]
+    session: Session, root: Root, ids: TokenIds, match: Match, limit: int, losses: list[Loss]
 ) -> int:
     """How far the session's own tail brings the prompt; 0 where its rows are damaged."""
     own, size = session.stored, session.store.block_size
     record = own.record if own else None
-    reach = tail_reach(record, session.root, match, ids, limit, size)
+    reach = tail_reach(record, root, match, ids, limit, size)
     if own is None or not reach:
         return 0
     try:

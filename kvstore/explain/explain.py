@@ -125,7 +125,7 @@ def _matched(wanted: Wanted, size: int, tokens: int) -> MatchedBlock:
 
 def _end(session: Session, ids: TokenIds, found: Found) -> _End:
     """The reason that weighs most: what a resume would say, and where it says little, more."""
-    store, root = session.store, session.root
+    store, root = session.store, found.root
     worth = store.break_even.worth(key_of(root.identity), 0, found.tokens, len(ids))
     if not worth.worth:
         return _End(NOT_WORTH_IT, worth.reason.removeprefix(f"{NOT_WORTH_IT}: "))
@@ -156,7 +156,7 @@ def _end_of_what_is_stored(session: Session, ids: TokenIds, found: Found) -> _En
     if parting is None and stored is not None and found.tokens == len(stored.token_ids) > 0:
         return _End(END, f"session {stored.name!r} ends there", advice=ENDS_AS_IT_SHOULD)
     if parting is None and found.tokens < session.store.block_size:
-        changed = another_identity(session.store, session.root, session.tenant, ids)
+        changed = another_identity(session.store, found.root, session.tenant, ids)
         if changed is not None:
             return _End(IDENTITY, str(changed), identity=changed)
     if parting is None and found.tokens:

@@ -75,7 +75,7 @@ def evicted_next(session: Session, ids: TokenIds, found: Found) -> Evicted | Non
     """A session whose chain goes on as the prompt does, into blocks that are not there any more."""
     depth = found.tokens // session.store.block_size
     for record in _candidates(session, found, depth):
-        if record.root_id != session.root.root_id or len(record.chain) <= depth:
+        if record.root_id != found.root.root_id or len(record.chain) <= depth:
             continue
         common = min(common_prefix(record.token_ids, ids), record.tail_start)
         if common > found.tokens and session.store.index.find(record.chain[depth]) is None:

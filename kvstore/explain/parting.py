@@ -51,9 +51,7 @@ def parting_from_sibling(session: Session, ids: TokenIds, found: Found) -> Parti
     start = depth * size
     parent = found.names[depth - 1] if depth else ZERO_PARENT
     best: Parting | None = None
-    for row in index.neighbours(
-        session.root.root_id, parent, big_endian(ids[start : start + size])
-    ):
+    for row in index.neighbours(found.root.root_id, parent, big_endian(ids[start : start + size])):
         stored = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
         at = start + common_prefix(stored, ids[start:])
         if at < len(ids) and at - start < len(stored) and (best is None or at > best.position):

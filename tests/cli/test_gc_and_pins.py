@@ -16,7 +16,7 @@ from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn
 
 SIZE = 16
-BYTES = 3648
+BYTES = 3712
 Run = Callable[..., Any]
 
 

@@ -60,11 +60,11 @@ def test_an_unknown_codec_is_refused_and_the_known_ones_are_named(
     assert "zstd" in error.hint
 
 
-@pytest.mark.parametrize("fidelity", ["", "Exact", "kivi:1:bits=2"])
+@pytest.mark.parametrize("fidelity", ["", "Exact", "kivi@1;bits=2", "zstd@1", "raw"])
 def test_another_fidelity_is_refused(block_bytes: Bytes, resign: Bytes, fidelity: str) -> None:
     error = refusal(resign(block_bytes(), with_field(fidelity=fidelity)))
     assert type(error) is Unsupported
-    assert error.what == f"fidelity {fidelity!r} is not known to this version"
+    assert "is not known to this version" in error.what
 
 
 @pytest.mark.parametrize("kind", ["", "session", "Block", "manifest"])

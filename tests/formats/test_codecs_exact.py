@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvsnap.formats.codecs import CODECS, DEFAULT_CODEC, get_codec
+from kvsnap.formats.codecs import CODECS, DEFAULT_CODEC, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.layout import Plane
@@ -56,10 +56,10 @@ def pattern(plane: Plane, kind: str) -> np.ndarray:
 def test_every_bit_comes_back(codec: str, plane: str, kind: str) -> None:
     rows = pattern(PLANES[plane], kind)
     before = rows.copy()
-    stored = get_codec(codec).encode(PLANES[plane], rows)
+    stored = get_codec(codec).encode(Stretch("full.k", PLANES[plane], 0), rows)
     assert np.array_equal(rows, before)
     out = np.zeros_like(rows)
-    get_codec(codec).decode(PLANES[plane], stored, out)
+    get_codec(codec).decode(Stretch("full.k", PLANES[plane], 0), stored, out)
     assert np.array_equal(out, rows)
 
 
@@ -69,15 +69,15 @@ def test_the_stored_tensors_are_never_larger_than_the_rows(
     codec: str, plane: str, kind: str
 ) -> None:
     rows = pattern(PLANES[plane], kind)
-    stored = get_codec(codec).encode(PLANES[plane], rows)
+    stored = get_codec(codec).encode(Stretch("full.k", PLANES[plane], 0), rows)
     assert sum(memoryview(tensor.data).nbytes for tensor in stored.values()) <= rows.nbytes
 
 
 @every
 def test_encoding_is_deterministic_and_says_its_true_shapes(codec: str, plane: str) -> None:
     rows = pattern(PLANES[plane], "normal")
-    one = get_codec(codec).encode(PLANES[plane], rows)
-    two = get_codec(codec).encode(PLANES[plane], rows.copy())
+    one = get_codec(codec).encode(Stretch("full.k", PLANES[plane], 0), rows)
+    two = get_codec(codec).encode(Stretch("full.k", PLANES[plane], 0), rows.copy())
     sizes = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
     assert one.keys() == two.keys()
     for suffix, tensor in one.items():
@@ -91,21 +91,21 @@ def test_encoding_is_deterministic_and_says_its_true_shapes(codec: str, plane: s
 def test_no_rows_at_all_come_back_too(codec: str, plane: str) -> None:
     shape = PLANES[plane].memory_shape(LAYERS, 0)
     empty = np.empty(shape, PLANES[plane].memory_dtype)
-    stored = get_codec(codec).encode(PLANES[plane], empty)
-    get_codec(codec).decode(PLANES[plane], stored, np.empty_like(empty))
+    stored = get_codec(codec).encode(Stretch("full.k", PLANES[plane], 0), empty)
+    get_codec(codec).decode(Stretch("full.k", PLANES[plane], 0), stored, np.empty_like(empty))
 
 
 @pytest.mark.parametrize("plane", ["f16", "bf16", "f32"])
 def test_zstd_makes_numbers_like_keys_and_values_smaller(plane: str) -> None:
     rows = pattern(PLANES[plane], "normal").repeat(20, axis=1)
-    stored = get_codec("zstd").encode(PLANES[plane], rows)
+    stored = get_codec("zstd").encode(Stretch("full.k", PLANES[plane], 0), rows)
     assert sum(memoryview(t.data).nbytes for t in stored.values()) < 0.98 * rows.nbytes
 
 
 def test_zstd_splits_elements_into_byte_planes_the_lowest_first() -> None:
     plane = Plane(name="k", kind="elements", dtype="F16", row=(1, 4))
     rows = np.array([[[0x1122, 0x3344, 0x5566, 0x7788]]], np.uint16)
-    stored = get_codec("zstd").encode(plane, rows)
+    stored = get_codec("zstd").encode(Stretch("full.k", plane, 0), rows)
     assert {suffix: bytes(tensor.data) for suffix, tensor in stored.items()} == {
         ".b0": b"\x22\x44\x66\x88",
         ".b1": b"\x11\x33\x55\x77",
@@ -115,7 +115,7 @@ def test_zstd_splits_elements_into_byte_planes_the_lowest_first() -> None:
 def test_raw_keeps_the_shape_that_other_readers_understand() -> None:
     shapes = {}
     for name, plane in PLANES.items():
-        stored = get_codec("raw").encode(plane, pattern(plane, "normal"))
+        stored = get_codec("raw").encode(Stretch("full.k", plane, 0), pattern(plane, "normal"))
         shapes[name] = [(s, t.dtype, t.shape) for s, t in stored.items()]
     assert shapes == {
         "f16": [("", "F16", (3, 16, 2, 16))],
@@ -143,6 +143,8 @@ def test_an_unknown_id_names_the_known_ones(codec: str) -> None:
 def test_decoded_rows_are_the_callers_own_not_views_of_the_file() -> None:
     plane, data = PLANES["int8"], bytearray(LAYERS * TOKENS * 32)
     out = np.empty(plane.memory_shape(LAYERS, TOKENS), np.uint8)
-    get_codec("raw").decode(plane, {"": Tensor("U8", (3, 16, 2, 16), memoryview(data))}, out)
+    get_codec("raw").decode(
+        Stretch("full.k", plane, 0), {"": Tensor("U8", (3, 16, 2, 16), memoryview(data))}, out
+    )
     data[0] = 1
     assert out[0, 0, 0] == 0

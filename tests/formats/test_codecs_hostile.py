@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from kvsnap.formats.codecs import CODECS, get_codec
+from kvsnap.formats.codecs import CODECS, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Plane
@@ -29,7 +29,7 @@ def compress(data: bytes, size_in_frame: bool = True) -> bytes:
 def decode(frame: bytes, shape: tuple[int, ...] | None = None, dtype: str = "U8") -> np.ndarray:
     out = np.zeros(SHAPE, np.uint8)
     stored = {".b0": Tensor(dtype, shape or (len(frame),), frame)}
-    get_codec("zstd").decode(ROWS, stored, out)
+    get_codec("zstd").decode(Stretch("full.k", ROWS, 0), stored, out)
     return out
 
 
@@ -96,7 +96,9 @@ def test_a_bomb_takes_no_memory() -> None:
         tracemalloc.start()
         try:
             with pytest.raises(Damaged):
-                get_codec("zstd").decode(plane, {".b0": Tensor("U8", (len(frame),), frame)}, out)
+                get_codec("zstd").decode(
+                    Stretch("full.k", plane, 0), {".b0": Tensor("U8", (len(frame),), frame)}, out
+                )
             assert tracemalloc.get_traced_memory()[1] < 2**20
         finally:
             tracemalloc.stop()
@@ -106,7 +108,7 @@ def test_a_bomb_takes_no_memory() -> None:
 @pytest.mark.parametrize("change", ["missing", "extra", "renamed", "none"])
 def test_the_planes_must_be_exactly_the_codecs(codec: str, change: str) -> None:
     rows = np.zeros((2, 4, 16), np.uint16)
-    stored = get_codec(codec).encode(F16, rows)
+    stored = get_codec(codec).encode(Stretch("full.k", F16, 0), rows)
     first = next(iter(stored))
     if change == "extra":
         stored[".b7"] = stored[first]
@@ -117,7 +119,7 @@ def test_the_planes_must_be_exactly_the_codecs(codec: str, change: str) -> None:
         if change == "renamed":
             stored[".c"] = tensor
     with pytest.raises(Damaged, match=f"codec {codec} stores"):
-        get_codec(codec).decode(F16, stored, np.empty_like(rows))
+        get_codec(codec).decode(Stretch("full.k", F16, 0), stored, np.empty_like(rows))
 
 
 @pytest.mark.parametrize("dtype", ["F16", "U32"])
@@ -144,9 +146,11 @@ def test_a_raw_tensor_of_another_type_or_shape_is_damaged(
 ) -> None:
     # Several have the right number of bytes: sizes alone must not be what saves us (A03).
     data = bytes(int(np.prod(shape)) * (1 if dtype == "U8" else 2))
-    with pytest.raises(Damaged, match="plane k is"):
+    with pytest.raises(Damaged, match=r"plane full\.k is"):
         get_codec("raw").decode(
-            F16, {"": Tensor(dtype, shape, data)}, np.empty((2, 4, 16), np.uint16)
+            Stretch("full.k", F16, 0),
+            {"": Tensor(dtype, shape, data)},
+            np.empty((2, 4, 16), np.uint16),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvsnap.formats.codecs import CODECS, get_codec
+from kvsnap.formats.codecs import CODECS, Stretch, get_codec
 from kvsnap.formats.layout import Plane
 
 LAYERS, TOKENS, WIDTH = 2, 8, 12
@@ -58,7 +58,9 @@ def test_rows_land_in_the_view_and_nowhere_else(
     )
     buffer, out = view(plane.memory_dtype)
     before, outs_own = buffer.copy(), out.copy()
-    get_codec(codec).decode(plane, get_codec(codec).encode(plane, rows), out)
+    get_codec(codec).decode(
+        Stretch("full.k", plane, 0), get_codec(codec).encode(Stretch("full.k", plane, 0), rows), out
+    )
     assert np.array_equal(out, rows)
     out[...] = outs_own
     assert np.array_equal(buffer, before)
@@ -70,9 +72,9 @@ def test_an_unaligned_file_buffer_decodes(codec: str) -> None:
     plane = Plane(name="k", kind="elements", dtype="F32", row=(1, 4))
     rows = np.arange(8, dtype=np.uint32).reshape(1, 2, 4)
     stored = {}
-    for suffix, tensor in get_codec(codec).encode(plane, rows).items():
+    for suffix, tensor in get_codec(codec).encode(Stretch("full.k", plane, 0), rows).items():
         moved = b"\xff" + bytes(memoryview(tensor.data).cast("B"))
         stored[suffix] = type(tensor)(tensor.dtype, tensor.shape, memoryview(moved)[1:])
     out = np.zeros_like(rows)
-    get_codec(codec).decode(plane, stored, out)
+    get_codec(codec).decode(Stretch("full.k", plane, 0), stored, out)
     assert np.array_equal(out, rows)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvsnap.formats.identity import Adapter, Identity, Rope, Shard, root_of
-from kvsnap.formats.layout import Group, Layout, Plane
+from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
 
 Change = Callable[[Identity], Identity]
 LORA = Adapter(kind="lora", digest="blake3:01", scale=1.0)
+ROPE = PlaneRope(pairing="interleaved", dims=2, base=10000.0)
 OTHER = Adapter(kind="lora", digest="blake3:02", scale=1.0)
 
 
@@ -49,8 +50,8 @@ CHANGES: dict[str, Change] = {
     "family": of(family="transformers"),
     "architecture": of(architecture="qwen3"),
     "block_size": of(block_size=8),
-    "fidelity": of(fidelity="kivi:1:bits=2"),
-    "fidelity, a parameter": of(fidelity="kivi:1:bits=4"),
+    "fidelity": of(fidelity="kivi@1;bits=2"),
+    "fidelity, a parameter": of(fidelity="kivi@1;bits=4"),
     "adapters": of(adapters=(LORA,)),
     "adapters, scale": of(adapters=(replace(LORA, scale=0.5),)),
     "adapters, scale zero": of(adapters=(replace(LORA, scale=0.0),)),
@@ -93,6 +94,11 @@ CHANGES: dict[str, Change] = {
     "plane.row, heads and head_dim swapped": plane(row=(4, 2)),  # equal sizes on purpose (A03)
     "plane.row, other split": plane(row=(1, 8)),
     "plane.row, wider": plane(row=(2, 8)),
+    "plane.rope": plane(rope=ROPE),
+    "plane.rope.pairing": plane(rope=replace(ROPE, pairing="halves")),
+    "plane.rope.dims": plane(rope=replace(ROPE, dims=4)),
+    "plane.rope.base": plane(rope=replace(ROPE, base=500000.0)),
+    "plane.rope.scale": plane(rope=replace(ROPE, scale=0.5)),
     "plane.source_type": plane(source_type="f16_rotated"),
     "planes, order": layout(lambda g: (replace(g[0], planes=g[0].planes[::-1]), *g[1:])),
     "planes, one less": layout(lambda g: (replace(g[0], planes=g[0].planes[:1]), *g[1:])),
@@ -116,7 +122,7 @@ def test_no_two_changes_make_one_root(identity: Identity) -> None:
     assert len(roots) == len(CHANGES)
 
 
-@pytest.mark.parametrize("kind", [Identity, Rope, Shard, Adapter, Layout, Group, Plane])
+@pytest.mark.parametrize("kind", [Identity, Rope, Shard, Adapter, Layout, Group, Plane, PlaneRope])
 def test_a_new_field_cannot_be_forgotten_above(kind: type) -> None:
     # A field added later must get its own line in CHANGES, and its name here.
     known = {
@@ -128,7 +134,8 @@ def test_a_new_field_cannot_be_forgotten_above(kind: type) -> None:
         Adapter: "digest kind scale",
         Layout: "groups",
         Group: "layers name planes",
-        Plane: "dtype kind name row source_type",
+        Plane: "dtype kind name rope row source_type",
+        PlaneRope: "base dims pairing scale",
     }
     assert " ".join(sorted(field.name for field in fields(kind))) == known[kind]
 

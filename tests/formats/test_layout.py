@@ -130,7 +130,7 @@ def test_a_layout_comes_back_from_json(layout: Layout) -> None:
 
 
 def json_of(**changes: Any) -> list[dict[str, Any]]:
-    plane = {"plane": "k", "kind": "elements", "dtype": "F16", "row": [2, 4]}
+    plane = {"plane": "k", "kind": "elements", "dtype": "F16", "row": [2, 4], "rope": None}
     group = {"group": "full", "layers": 3, "planes": [plane]}
     for key, value in changes.items():
         (plane if key in plane else group)[key] = value

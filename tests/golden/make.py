@@ -14,19 +14,22 @@ from kvsnap.formats.block import BlockRecord, pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
-from kvsnap.formats.layout import Group, Layout, Plane
+from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
 from kvsnap.formats.names import chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.tenant import Tenant
 
+ROPE = PlaneRope(pairing="interleaved", dims=8, base=10000.0)
 LAYOUT = Layout(
     groups=(
         Group(
             name="full",
             layers=2,
             planes=(
-                Plane(name="k", kind="elements", dtype="F16", row=(2, 8), source_type="f16"),
+                Plane(
+                    name="k", kind="elements", dtype="F16", row=(2, 8), source_type="f16", rope=ROPE
+                ),
                 Plane(name="v", kind="elements", dtype="BF16", row=(2, 8), source_type="bf16"),
             ),
         ),

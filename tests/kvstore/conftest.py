@@ -9,7 +9,7 @@ import pytest
 
 from kvsnap.kvstore.store import Store
 
-BYTES = 3648
+BYTES = 3712
 """Of a block file of 16 tokens of the stamped engine, uncompressed."""
 
 

@@ -21,7 +21,7 @@ from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import Turn, some_ids, turn
 
 SIZE = 16
-BYTES = 3648
+BYTES = 3712
 """Of each block file here, uncompressed."""
 Opened = Callable[..., Store]
 

@@ -20,7 +20,7 @@ from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn
 
 SIZE = 16
-BYTES = 3648
+BYTES = 3712
 Opened = Callable[..., Store]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsnap.formats.codecs import CODECS, get_codec
+from kvsnap.formats.codecs import CODECS, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Plane
@@ -41,11 +41,11 @@ def test_rows_come_back_bit_for_bit_and_are_stored_in_no_more_bytes(
     case: tuple[Plane, np.ndarray], codec: str, transposed: bool
 ) -> None:
     plane, rows = case
-    stored = get_codec(codec).encode(plane, rows)
+    stored = get_codec(codec).encode(Stretch("full.k", plane, 0), rows)
     assert sum(memoryview(tensor.data).nbytes for tensor in stored.values()) <= rows.nbytes
     out = np.zeros(rows.shape[::-1] if transposed else rows.shape, rows.dtype)
     out = out.T if transposed else out
-    get_codec(codec).decode(plane, stored, out)
+    get_codec(codec).decode(Stretch("full.k", plane, 0), stored, out)
     assert np.array_equal(out, rows)
 
 
@@ -66,7 +66,7 @@ def test_any_stored_tensors_decode_or_are_damaged(
 ) -> None:
     out = np.empty(plane.memory_shape(1, 2), plane.memory_dtype)
     try:
-        get_codec(codec).decode(plane, stored, out)
+        get_codec(codec).decode(Stretch("full.k", plane, 0), stored, out)
     except Damaged:
         return
     assert sum(len(tensor.data) for tensor in stored.values()) <= out.nbytes

@@ -1,0 +1,61 @@
+"""Which rows may serve which session: exact ones any, lossy ones only those of their own fidelity.
+
+Exact and lossy chains have different roots, so files never mix. What this module keeps apart is the
+engine's memory: rows that were restored with loss must never be stored as exact ones, nor be coded
+a second time by another codec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from kvsnap.engines.base import Engine, LossyRows
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.errors import Damaged, Unsupported, UsageError
+from kvsnap.formats.identity import EXACT, Identity, Root
+from kvsnap.formats.names import TokenIds
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.why import stored_roots
+
+
+def lossy_roots(store: Store, tenant: Tenant | None, identity: Identity) -> list[Root]:
+    """Of what is stored with loss of this model and these settings, and can be decoded here."""
+    found = []
+    for root in stored_roots(store, tenant):
+        with contextlib.suppress(Damaged, Unsupported):
+            same = dataclasses.replace(identity, fidelity=root.fidelity).canonical()
+            if same == root.identity and get_codec(root.fidelity).lossy:
+                found.append(root)
+    return found
+
+
+def usable_tokens(engine: Engine, held: int, root: Root) -> int:
+    """How many of the first `held` tokens in the engine may serve a session under `root`."""
+    lossy = engine.lossy
+    if lossy is None or engine.held_fidelity() in (EXACT, root.fidelity):
+        return held
+    return min(held, lossy.start)
+
+
+def note_fidelity(engine: Engine, loaded: Root | None, token_ids: TokenIds, held: int) -> None:
+    """Note on the engine what was restored with loss: `token_ids` are in it now, those from `held`
+    on stored under `loaded` (None: nothing was restored)."""
+    before = engine.lossy
+    if before is not None and held <= before.start:
+        engine.lossy = before = None
+    if loaded is not None and loaded.fidelity != EXACT:
+        start = held if before is None else before.start
+        engine.lossy = LossyRows(loaded.fidelity, start, token_ids.copy())
+
+
+def refuse_other_fidelity(engine: Engine, root: Root) -> None:
+    """Raise `UsageError` where the engine's rows must not be stored under `root`."""
+    held = engine.held_fidelity()
+    if held not in (EXACT, root.fidelity):
+        raise UsageError(
+            f"the engine holds rows of fidelity {held}, and the session is {root.fidelity}:"
+            " rows that were restored with loss are not coded again",
+            "resume the session before it is saved",
+        )
