@@ -21,6 +21,7 @@ COMMANDS = {
     "gc": "Evict the least recently used blocks, and clean up.",
     "ls": "List the sessions.",
     "pin": "Keep a session or block from eviction.",
+    "recompress": "Store a session's blocks by another codec.",
     "resume": "Restore a session (or a prompt's stored prefix) and continue it.",
     "rm": "Remove a session.",
     "save": "Restore what is stored of a prompt, compute the rest, store it.",

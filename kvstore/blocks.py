@@ -113,13 +113,17 @@ class Blocks:
         layout: Layout,
         rows: Rows,
         lease: Lease | None = None,
+        *,
+        anew: bool = False,
     ) -> int:
         """Store one block whose parent is stored; returns bytes written, 0 where it was there.
+
+        `anew` writes it in any case, over the file that is there: by another lossless codec.
 
         `rows` are copied before this returns. The file is not synced: a save does that. The lease
         moves on to the block, so that nobody evicts it while the next one is written.
         """
-        if self.has(wanted.name):
+        if not anew and self.has(wanted.name):
             return 0
         record = BlockRecord(
             wanted.name,
@@ -138,7 +142,7 @@ class Blocks:
                 # What stands there may be synced and part of a session that was reported saved.
                 files.sync_all([room.path])
             with self.index.transaction() as db:
-                there = self._already_there(root, wanted)
+                there = not anew and self._already_there(root, wanted)
                 if not there:
                     self.index.insert(db, record, packed.size, codec.id)
                 if lease is not None:

@@ -90,9 +90,9 @@ class Session:
         self._allow_lossy = allow_lossy
         self._reader = ChainReader(store, engine)
         self._asked: TokenIds | None = None
-        self._become(get_codec(codec) if codec is not None else self._own_codec())
+        self.store_by(get_codec(codec) if codec is not None else self._own_codec())
 
-    def _become(self, codec: Codec) -> None:
+    def store_by(self, codec: Codec) -> None:
         """From now on blocks are stored by this codec, under the root of its fidelity."""
         identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
         self.codec = codec
@@ -148,7 +148,7 @@ class Session:
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
         if self._allow_lossy and not self.codec.lossy and self.engine.held_fidelity() != EXACT:
-            self._become(get_codec(self.engine.held_fidelity()))
+            self.store_by(get_codec(self.engine.held_fidelity()))
         held = usable_tokens(self.engine, held, self.root)
         self.engine.truncate(held)
         self._asked = ids
@@ -158,7 +158,7 @@ class Session:
             self.stored, reused = found.own, found.tokens
             note_fidelity(self.engine, found.root, ids[:reused], held)
             if self.engine.held_fidelity() not in (EXACT, self.root.fidelity):
-                self._become(get_codec(self.engine.held_fidelity()))
+                self.store_by(get_codec(self.engine.held_fidelity()))
             whole = ids[: reused // self.store.block_size * self.store.block_size]
             root = found.root or self.root
             names = chain_names(root.key, whole, self.store.block_size)

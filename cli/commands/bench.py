@@ -7,6 +7,7 @@ import click
 from kvsnap.cli.main import LazyGroup
 
 BENCHES = {
+    "codecs": "Bytes, speed and loss of every codec, on a model's own next tokens.",
     "crossover": "From which length on restoring is cheaper than computing.",
     "store": "What the size of a store costs: open, look-up, put, evict, stats, ls.",
 }

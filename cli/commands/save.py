@@ -20,6 +20,8 @@ from kvsnap.cli.main import App
 from kvsnap.formats.errors import PartlyDone, UsageError
 
 if TYPE_CHECKING:
+    from kvsnap.cli.engine import Loaded
+    from kvsnap.kvstore.max_kl import Choice
     from kvsnap.kvstore.reports import SaveReport
 
 EXAMPLES = """\b
@@ -32,6 +34,13 @@ Examples:
 @click.command("save", epilog=EXAMPLES)
 @source_options
 @click.option("--session", metavar="NAME", help="Save under this name; without it blocks only.")
+@click.option(
+    "--max-kl",
+    metavar="X",
+    type=click.FloatRange(min=0.0),
+    help="Take the smallest lossy codec whose KL on this session's own tokens exceeds the engine's"
+    " floor by at most X; exact where none does.",
+)
 @click.option("--pin", is_flag=True, help="Mark the session as one to keep.")
 @store_options
 @engine_options
@@ -44,6 +53,7 @@ def command(
     messages: Path | None,
     token_ids: Path | None,
     session: str | None,
+    max_kl: float | None,
     pin: bool,
     tenant_key_file: Path | None,
     **options: Any,
@@ -65,17 +75,23 @@ def command(
     tenant = read_tenant(tenant_key_file)
     if pin and session is None:
         raise UsageError("--pin keeps a session, and none is named", "add --session NAME")
+    if max_kl is not None and options["codec"] is not None:
+        raise UsageError("--max-kl chooses the codec", "give --max-kl or --codec, not both")
     require_llama()
     loaded = Loaded(app, options, count_tokens(options["model"], source), session, tenant)
     try:
         made = new_prompt(loaded.engine, source, answer=False)
-        result = loaded.prefill(app, made.token_ids, leave=0, store_on_the_way=True)
+        by_kl = max_kl is not None
+        result = loaded.prefill(app, made.token_ids, leave=0, store_on_the_way=not by_kl)
+        notes = made.notes(loaded.model)
+        if max_kl is not None:
+            notes = {**notes, "max_kl": _choose(app, loaded, max_kl).notes()}
         writing = time.perf_counter()
         if loaded.session.replaces_another(made.token_ids):
             app.out.warn(f"session {session!r} held another conversation, which this one replaces")
         partly: PartlyDone | None = None
         try:
-            report = loaded.session.save(made.notes(loaded.model), pinned=pin)
+            report = loaded.session.save(notes, pinned=pin)
         except PartlyDone as error:
             partly, report = error, cast("SaveReport", error.report)
     finally:
@@ -117,3 +133,20 @@ def command(
     )
     if partly is not None:
         raise partly
+
+
+def _choose(app: App, loaded: Loaded, limit: float) -> Choice:
+    """Let the live model say which codec this session is stored by."""
+    from kvsnap.kvstore.max_kl import candidates_of, choose_codec
+
+    session = loaded.session
+    candidates = candidates_of(session)
+    app.out.say(f"measuring {units.count(len(candidates), 'codec')} on the session's own tokens")
+    choice = choose_codec(loaded.engine, candidates, limit, loaded.store.block_size)
+    if choice.codec is not None:
+        session.store_by(choice.codec)
+        told = f"{choice.codec.fidelity}, {choice.excess:.1e} above it"
+    else:
+        told = "no lossy codec holds the limit: stored exact"
+    app.out.say(f"engine's own floor: KL {choice.floor:.1e}; {told}")
+    return choice

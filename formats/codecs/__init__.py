@@ -18,6 +18,7 @@ from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.errors import Unsupported
 
 CODECS = {
+    "q8": "kvsnap.formats.codecs.q8:Q8",
     "raw": "kvsnap.formats.codecs.raw:Raw",
     "zstd": "kvsnap.formats.codecs.zstd:Zstd",
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
+import numpy as np
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from kvsnap.engines.text import TextEngine
@@ -53,6 +54,22 @@ class LlamaText(TextEngine):
             ) from error
         return prompt
 
+    def log_probs(self, token_ids: TokenIds) -> np.ndarray:
+        """As `Llama.eval`, which copies logits only where it was made with `logits_all`."""
+        llm, found = self.llm, []
+        for start in range(0, len(token_ids), llm.n_batch):
+            batch, past = token_ids[start : start + llm.n_batch].tolist(), llm.n_tokens
+            llm._ctx.kv_cache_seq_rm(-1, past, -1)
+            llm._batch.set_batch(batch=batch, n_past=past, logits_all=True)
+            llm._ctx.decode(llm._batch)
+            shape = (len(batch), llm.n_vocab())
+            found.append(_log_softmax(np.ctypeslib.as_array(llm._ctx.get_logits(), shape=shape)))
+            llm.input_ids[past : past + len(batch)] = batch
+            llm.n_tokens += len(batch)
+            llm._requires_eval = False
+            self.evaluated += len(batch)
+        return np.concatenate(found)
+
     def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:
         vocabulary = llama_cpp.llama_model_get_vocab(self.llm.model)
         self.llm.set_seed(seed)
@@ -64,6 +81,12 @@ class LlamaText(TextEngine):
     def _text_of(self, token: int) -> str:
         """A special token as templates write it."""
         return str(self.llm._model.token_get_text(token)) if token >= 0 else ""
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted: np.ndarray = logits - logits.max(-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
 
 
 def _piece(vocabulary: Any, token: int) -> bytes:

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvsnap.engines.base import Engine
 from kvsnap.formats.names import TokenIds
 
@@ -28,6 +30,11 @@ class TextEngine(Engine):
 
         Raises `UsageError` where the template refuses them, `Unsupported` where there is none.
         """
+
+    @abstractmethod
+    def log_probs(self, token_ids: TokenIds) -> np.ndarray:
+        """Evaluate the next tokens, and give the logarithms of the next-token distributions after
+        each: float32 [tokens, vocabulary]."""
 
     @abstractmethod
     def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:

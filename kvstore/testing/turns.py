@@ -9,7 +9,6 @@ import numpy as np
 from numpy.random import PCG64, Generator
 
 from kvsnap.engines.base import Engine
-from kvsnap.formats.codecs import DEFAULT_CODEC
 from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
@@ -34,12 +33,13 @@ def turn(
     name: str | None = None,
     *,
     tenant: Tenant | None = None,
-    codec: str = DEFAULT_CODEC,
+    codec: str | None = None,
+    allow_lossy: bool = False,
     save: bool = True,
 ) -> Turn:
     """Bring `token_ids` into the engine, from the store as far as it goes; then save."""
     ids = token_array(token_ids)
-    session = Session(store, engine, name, tenant=tenant, codec=codec)
+    session = Session(store, engine, name, tenant=tenant, codec=codec, allow_lossy=allow_lossy)
     before = engine.evaluated
     resumed = session.resume(ids)
     engine.evaluate(ids[resumed.reused_tokens :])

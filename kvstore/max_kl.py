@@ -1,0 +1,138 @@
+"""The smallest codec that holds a limit on KL, measured on this session and this engine.
+
+An engine has a floor of its own: llama.cpp's distributions move by a KL of about 3e-3 on the bundled
+model when nothing but the batches or the last bits of the rows change. The floor is measured in the
+same run, by rows cast to bfloat16 and back; what the limit bounds is a codec's excess over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvsnap.engines.text import TextEngine
+from kvsnap.formats.codecs import CODECS, Codec, get_codec
+from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.identity import EXACT
+from kvsnap.formats.layout import Array, Layout, Plane, Rows
+from kvsnap.kvstore.measure.codec_loss import divergence, through_files
+from kvsnap.kvstore.measure.live import LiveModel
+from kvsnap.kvstore.session import Session
+
+HELD_OUT = 256
+"""Tokens at the end of the session to compare distributions on; at most a quarter of it."""
+FEWEST = 16
+"""With fewer a mean says nothing, and nothing is quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One codec: mean KL on the session's own tokens, its excess over the floor, and the bytes of
+    its block files."""
+
+    codec: str
+    kl: float
+    excess: float
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`codec` is None where no candidate holds the limit: the session stays exact."""
+
+    codec: Codec | None
+    limit: float
+    floor: float
+    held_out: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def excess(self) -> float:
+        """Of the codec that was chosen; 0 for an exact session."""
+        fidelity = self.codec.fidelity if self.codec is not None else EXACT
+        return next((t.excess for t in self.tried if t.codec == fidelity), 0.0)
+
+    def notes(self) -> Mapping[str, Any]:
+        """For the session's notes, JSON."""
+        chosen = self.codec.fidelity if self.codec is not None else EXACT
+        return {
+            "limit": self.limit,
+            "floor": self.floor,
+            "excess": self.excess,
+            "codec": chosen,
+            "held_out_tokens": self.held_out,
+            "tried": [asdict(t) for t in self.tried],
+        }
+
+
+def candidates_of(session: Session) -> list[Codec]:
+    """The lossy codecs that can code this session's rows; calibrated ones where the store has the
+    model's calibration."""
+    return [get_codec(codec_id) for codec_id in CODECS if get_codec(codec_id).lossy]
+
+
+def choose_codec(
+    engine: TextEngine, candidates: Sequence[Codec], limit: float, block_size: int
+) -> Choice:
+    """Measure the candidates on what the engine holds; afterwards it holds the same, bit for bit.
+
+    Raises `UsageError` where it holds rows that were restored with loss: there is nothing exact to
+    compare with.
+    """
+    if engine.held_fidelity() != EXACT:
+        raise UsageError(
+            "a limit on KL is measured against exact rows, and the engine holds lossy ones",
+            "save without --max-kl, or from a session that is exact",
+        )
+    ids = engine.token_ids()
+    held_out = min(HELD_OUT, len(ids) // 4)
+    start = (len(ids) - held_out) // block_size * block_size
+    if held_out < FEWEST or start == 0:
+        return Choice(codec=None, limit=limit, floor=0.0, held_out=0, tried=())
+    whole, model = engine.export(0, len(ids)), LiveModel(engine)
+    context, rest = ids[:start], ids[start : start + held_out]
+    rows = {name: array[:, :start] for name, array in whole.items()}
+    try:
+        exact = model.log_probs(context, rows, rest)
+
+        def kl(changed: Rows) -> float:
+            return float(divergence(exact, model.log_probs(context, changed, rest)).mean())
+
+        floor = kl(as_bfloat16(engine.layout, rows))
+        tried = []
+        for codec in candidates:
+            try:
+                changed, size = through_files(codec, engine.layout, context, rows, block_size)
+            except Unsupported:  # rows that the engine quantized itself
+                continue
+            found = kl(changed)
+            tried.append(
+                Tried(codec=codec.fidelity, kl=found, excess=max(0.0, found - floor), bytes=size)
+            )
+    finally:
+        model.put(ids, whole)
+    holding = [
+        (t.bytes, n) for n, t in enumerate(tried) if t.excess <= limit and not np.isnan(t.kl)
+    ]
+    chosen = candidates[min(holding)[1]] if holding else None
+    return Choice(codec=chosen, limit=limit, floor=floor, held_out=held_out, tried=tuple(tried))
+
+
+def as_bfloat16(layout: Layout, rows: Rows) -> Rows:
+    """Rows rounded to bfloat16 and back to their own type: the smallest change that a restore in
+    another element type would make."""
+    return {name: _rounded(layout.planes()[name][1], array) for name, array in rows.items()}
+
+
+def _rounded(plane: Plane, rows: Array) -> Array:
+    if plane.kind != "elements" or plane.dtype not in ("F16", "F32"):
+        return rows
+    kind = np.dtype("<f2") if plane.dtype == "F16" else np.dtype("<f4")
+    values = np.ascontiguousarray(rows).view(kind).astype("<f4")
+    bits = values.view("<u4")
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    rounded: Array = bits.view("<f4").astype(kind).view(plane.memory_dtype)
+    return rounded

@@ -1,0 +1,185 @@
+"""Exact and lossy never mix: not in files, not in the engine, not by accident (cases A06, A54)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvsnap.formats.codecs import Stretch, get_codec
+from kvsnap.formats.errors import UsageError
+from kvsnap.formats.identity import EXACT
+from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.verify import verify_store
+from kvsnap.testing.stamped import StampedEngine
+from kvsnap.testing.turns import some_ids, turn
+
+Opener = Callable[[], Store]
+IDS = some_ids(57)
+Q8 = get_codec("q8").fidelity
+
+
+def chains(store: Store) -> dict[str, int]:
+    """Fidelity → blocks that are stored of it."""
+    rows = store.index.query(
+        "SELECT r.identity, COUNT(*) FROM blocks b JOIN roots r ON r.id = b.root GROUP BY r.id"
+    )
+    return {identity.split('"fidelity":"')[1].split('"')[0]: n for identity, n in rows}
+
+
+def assert_within_the_bound(engine: StampedEngine, codec: str, blocks: int) -> int:
+    """Rows of the first blocks are what was evaluated, give or take the declared loss; how many
+    elements differ."""
+    differing = 0
+    for name, expected in engine.expected(engine.token_ids()).items():
+        plane = engine.layout.planes()[name][1]
+        held = engine.export(0, engine.held)[name]
+        for start in range(0, blocks * 16, 16):
+            own = slice(start, start + 16)
+            source = np.ascontiguousarray(expected[:, own])
+            got = np.ascontiguousarray(held[:, own])
+            bound = get_codec(codec).max_error(Stretch(name, plane, start), source)
+            error = np.abs(source.view("<f2").astype("f4") - got.view("<f2").astype("f4"))
+            assert (error <= bound).all()
+            differing += int((source != got).sum())
+        assert np.array_equal(held[:, blocks * 16 :], expected[:, blocks * 16 :])
+    return differing
+
+
+def test_an_exact_session_never_gets_lossy_blocks(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS)
+    assert engine.positions == list(range(57))
+    assert done.resumed.fidelity == EXACT
+    assert done.resumed.stopped_by == (
+        f'identity: fidelity is "exact" here, "{Q8}" in the stored blocks'
+    )
+    engine.check_rows()
+    assert chains(open_store()) == {Q8: 3, EXACT: 3}
+
+
+def test_a_session_saved_lossy_uses_its_blocks_and_says_so(open_store: Opener) -> None:
+    saved = turn(open_store(), StampedEngine(), IDS, "chat", codec="q8").saved
+    assert saved is not None
+    assert (saved.codec, saved.fidelity) == ("q8", Q8)
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS, "chat")
+    assert engine.positions == [56]
+    assert done.resumed.fidelity == Q8
+    assert done.session.codec == get_codec("q8")
+    assert assert_within_the_bound(engine, "q8", 3)
+    report = verify_store(open_store())
+    assert (report.bad, report.unreachable) == ([], [])
+
+
+def test_the_tail_of_a_lossy_session_stays_exact_until_it_fills_a_block(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat", codec="q8")
+    engine = StampedEngine()
+    turn(open_store(), engine, np.concatenate([IDS, some_ids(9, 5)]), "chat")
+    assert engine.positions == list(range(57, 66))
+    assert_within_the_bound(engine, "q8", 3)
+
+
+def test_another_process_may_ask_for_a_lossy_prompt_by_name_of_the_codec(
+    open_store: Opener,
+) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = StampedEngine()
+    assert turn(open_store(), engine, IDS, codec="q8").resumed.reused_tokens == 48
+    assert chains(open_store()) == {Q8: 3}
+
+
+def test_an_exact_session_that_allows_it_becomes_lossy(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine, longer = StampedEngine(), np.concatenate([IDS, some_ids(16, 7)])
+    done = turn(open_store(), engine, longer, "chat", allow_lossy=True)
+    assert done.resumed.reused_tokens == 48
+    assert (done.resumed.fidelity, done.session.root.fidelity) == (Q8, Q8)
+    # What was computed on top of lossy rows stays in their chain.
+    assert chains(open_store()) == {Q8: 4}
+    again = turn(open_store(), StampedEngine(), longer, "chat")
+    assert (again.resumed.reused_tokens, again.resumed.fidelity) == (72, Q8)
+
+
+def test_where_both_are_stored_the_exact_ones_are_taken(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS)
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    for more in ({"allow_lossy": True}, {"codec": "q8"}):
+        engine = StampedEngine()
+        done = turn(open_store(), engine, IDS, save=False, **more)
+        assert (done.resumed.reused_tokens, done.resumed.fidelity) == (48, EXACT)
+        engine.check_rows()
+
+
+def test_a_lossy_save_of_what_is_stored_exact_computes_nothing(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat")
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS, "chat", codec="q8")
+    assert engine.positions == [56]
+    assert done.saved is not None
+    assert done.saved.blocks_written == 3
+    assert chains(open_store()) == {EXACT: 3, Q8: 3}
+    engine.check_rows()
+
+
+def test_lossy_rows_in_the_engine_do_not_serve_an_exact_session(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = StampedEngine()
+    turn(open_store(), engine, IDS, codec="q8")
+    engine.positions.clear()
+    done = turn(open_store(), engine, IDS)
+    assert engine.positions == list(range(57))
+    assert done.resumed.fidelity == EXACT
+    engine.check_rows()
+
+
+def test_only_what_stands_before_lossy_rows_serves_an_exact_session(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = StampedEngine()
+    engine.evaluate(IDS[:20])
+    turn(open_store(), engine, IDS, codec="q8", save=False)
+    engine.positions.clear()
+    turn(open_store(), engine, IDS, save=False)
+    assert engine.positions == list(range(20, 57))
+    engine.check_rows()
+
+
+def test_lossy_rows_cannot_be_saved_as_exact_ones(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine, store = StampedEngine(), open_store()
+    turn(store, engine, IDS, codec="q8", save=False)
+    for session in (Session(store, engine, "other"), Session(store, engine)):
+        with pytest.raises(UsageError, match="not coded again"):
+            session.save()
+        with pytest.raises(UsageError, match="not coded again"):
+            session.put_filled()
+    assert chains(store) == {Q8: 3}
+
+
+def test_a_lossy_session_asked_for_exactly_is_computed_anew(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat", codec="q8")
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS, "chat", codec="zstd")
+    assert engine.positions == list(range(57))
+    assert done.resumed.stopped_by == f'identity: fidelity is "exact" here, "{Q8}" in the session'
+    engine.check_rows()
+    assert turn(open_store(), StampedEngine(), IDS, "chat").resumed.fidelity == EXACT
+
+
+def test_a_damaged_lossy_block_is_a_miss_and_stored_again(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat", codec="q8")
+    store = open_store()
+    name = store.index.query("SELECT name FROM blocks WHERE start = 16")[0][0]
+    path = store.place.block(name)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS, "chat")
+    assert done.resumed.reused_tokens == 16
+    assert done.resumed.damage
+    assert chains(open_store()) == {Q8: 3}
+    assert turn(open_store(), StampedEngine(), IDS, "chat").resumed.reused_tokens == 56
