@@ -15,6 +15,7 @@ from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
 
 COMMANDS = {
     "bench": "Measure this machine.",
+    "calibrate": "Teach codec kvtc a model.",
     "demo": "The whole job on the bundled model, with its timings.",
     "doctor": "Say what is wrong with the store or the engines, and what to do.",
     "explain": "Why a prompt would hit or miss, token by token at the break.",

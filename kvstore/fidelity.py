@@ -26,7 +26,9 @@ def lossy_roots(store: Store, tenant: Tenant | None, identity: Identity) -> list
     for root in stored_roots(store, tenant):
         with contextlib.suppress(Damaged, Unsupported):
             same = dataclasses.replace(identity, fidelity=root.fidelity).canonical()
-            if same == root.identity and get_codec(root.fidelity).lossy:
+            codec = get_codec(root.fidelity)
+            if same == root.identity and codec.lossy:
+                store.calibrations.prepare(codec)
                 found.append(root)
     return found
 

@@ -7,6 +7,7 @@ same run, by rows cast to bfloat16 and back; what the limit bounds is a codec's 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvsnap.engines.text import TextEngine
 from kvsnap.formats.codecs import CODECS, Codec, get_codec
-from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 from kvsnap.formats.identity import EXACT
 from kvsnap.formats.layout import Array, Layout, Plane, Rows
 from kvsnap.kvstore.measure.codec_loss import divergence, through_files
@@ -71,7 +72,14 @@ class Choice:
 def candidates_of(session: Session) -> list[Codec]:
     """The lossy codecs that can code this session's rows; calibrated ones where the store has the
     model's calibration."""
-    return [get_codec(codec_id) for codec_id in CODECS if get_codec(codec_id).lossy]
+    found, calibrations = [], session.store.calibrations
+    for codec in map(get_codec, CODECS):
+        if codec.lossy:
+            with contextlib.suppress(NotFound, Unsupported):
+                whole = calibrations.complete(codec, session.weights)
+                calibrations.prepare(whole)
+                found.append(whole)
+    return found
 
 
 def choose_codec(

@@ -48,6 +48,10 @@ class Place:
         return self.root / "pins"
 
     @property
+    def calibrations(self) -> Path:
+        return self.root / "calibrations"
+
+    @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
 

@@ -46,6 +46,9 @@ def recompress(
     of its blocks is not there, `PartlyDone` where it was saved by somebody meanwhile."""
     session = store.sessions.load(tenant_id(tenant), name)
     record = session.record
+    weights = str(parse_identity(record.identity).get("weights"))
+    codec = store.calibrations.complete(codec, weights)
+    store.calibrations.prepare(codec)
     if record.fidelity != EXACT:
         raise UsageError(
             f"session {name!r} is of fidelity {record.fidelity} already: coding it again would add"

@@ -93,7 +93,10 @@ class Session:
         self.store_by(get_codec(codec) if codec is not None else self._own_codec())
 
     def store_by(self, codec: Codec) -> None:
-        """From now on blocks are stored by this codec, under the root of its fidelity."""
+        """From now on blocks are stored by this codec, under the root of its fidelity. Raises
+        `NotFound` or `Unsupported` where its calibration is not here."""
+        codec = self.store.calibrations.complete(codec, self._identity.weights)
+        self.store.calibrations.prepare(codec)
         identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
         self.codec = codec
         self.root = root_of(identity, self.tenant)
@@ -103,7 +106,9 @@ class Session:
         """That of the stored session, where it is lossy and can still be decoded here."""
         if self.stored is not None and self.stored.record.fidelity != EXACT:
             try:
-                return get_codec(self.stored.record.fidelity)
+                codec = get_codec(self.stored.record.fidelity)
+                self.store.calibrations.prepare(codec)
+                return codec
             except Unsupported as error:
                 self._problems.append(error.what)
         return get_codec(DEFAULT_CODEC)
@@ -113,6 +118,11 @@ class Session:
         """A tail is coded with the block that it becomes; until then it stays as the engine has
         it, or its tokens would be quantized twice."""
         return get_codec(DEFAULT_CODEC) if self.codec.lossy else self.codec
+
+    @property
+    def weights(self) -> str:
+        """Digest of the engine's weights."""
+        return self._identity.weights
 
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""

@@ -64,14 +64,15 @@ class Space:
 
     def used(self) -> int:
         """Bytes of all files that the budget counts: blocks and sessions as the index counts them,
-        unfinished files, and quarantine."""
+        unfinished files, quarantine and calibrations."""
         sql = (
             "SELECT (SELECT COALESCE(SUM(bytes), 0) FROM totals)"
             " + (SELECT COALESCE(SUM(bytes), 0) FROM unfinished)"
             " + (SELECT value FROM counters WHERE name = 'session_bytes')"
         )
         found = self.index.query(sql)[0][0] or 0
-        return int(found) + sum(size for _, size, _ in files.sizes(self.place.quarantine))
+        few = (self.place.quarantine, self.place.calibrations)
+        return int(found) + sum(size for place in few for _, size, _ in files.sizes(place))
 
     @contextlib.contextmanager
     def write(self, packed: Packed, block: bytes | None = None) -> Iterator[Room]:

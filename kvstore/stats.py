@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass
 
+from kvsnap.formats.errors import Damaged
+from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore.store import Store
 
 
@@ -51,7 +54,7 @@ def stats(store: Store) -> Stats:
         sessions=len(sessions),
         pinned=holds.get("pin", 0),
         leased=holds.get("lease", 0),
-        models=len({root for root, *_ in totals}),
+        models=_models(store, {root for root, *_ in totals}),
         codecs=dict(codecs),
         bytes_saved_by_sharing=_saved_by_sharing(store, [facts.last for *_, facts in sessions]),
         budget_bytes=store.budget.capacity,
@@ -63,6 +66,17 @@ def stats(store: Store) -> Stats:
         computed_tokens=counters.get("computed_tokens", 0),
         evicted_blocks=counters.get("evicted_blocks", 0),
     )
+
+
+def _models(store: Store, roots: set[int]) -> int:
+    """Models and settings: one that is stored in several fidelities counts once."""
+    found = set()
+    for number, identity in store.index.query("SELECT id, identity FROM roots"):
+        if number in roots:
+            with contextlib.suppress(Damaged):
+                identity = str(sorted((parse_identity(identity) | {"fidelity": ""}).items()))
+            found.add(identity)
+    return len(found)
 
 
 def _saved_by_sharing(store: Store, last_blocks: list[str]) -> int:

@@ -15,6 +15,7 @@ from kvsnap.kvstore.blocks import Blocks
 from kvsnap.kvstore.break_even import BreakEven
 from kvsnap.kvstore.break_even import read as read_break_even
 from kvsnap.kvstore.budget import budget, parse_size
+from kvsnap.kvstore.calibrations import Calibrations
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import FAILED, Index
 from kvsnap.kvstore.locks import Owner
@@ -70,6 +71,7 @@ class Store:
         self.blocks = Blocks(self.place, self.index, self.space, tier)
         self.sessions = Sessions(self.place, self.index, self.space)
         self.pins = Pins(self.place, self.index, self.sessions, self.space)
+        self.calibrations = Calibrations(self.place, self.index, self.space)
         self.listing = SessionList(self.place, self.index)
         self.file_digest = FileDigests(self.index)
 

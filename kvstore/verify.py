@@ -136,6 +136,7 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
         buffer = files.read_whole(path)
         check_file_digest(buffer)
         block = parse_block(buffer)
+        store.calibrations.prepare(block.codec)
         block.check_content()
         record = block.record
         if store.place.block(record.name) != path:

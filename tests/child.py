@@ -18,7 +18,9 @@ def say(**result: object) -> None:
     print(json.dumps(result), flush=True)
 
 
-def take_turn(path: str, count: str, seed: str, name: str, save: str = "save") -> None:
+def take_turn(
+    path: str, count: str, seed: str, name: str, save: str = "save", check: str = "check"
+) -> None:
     """Resume `count` tokens, compute the rest, save; tell what was really computed."""
     engine = StampedEngine()
     with Store(path) as store:
@@ -29,7 +31,8 @@ def take_turn(path: str, count: str, seed: str, name: str, save: str = "save") -
                 written = done.session.save().blocks_written
         except KvsnapError as problem:
             error = f"{type(problem).__name__}: {problem.what}"
-        engine.check_rows()
+        if check == "check":
+            engine.check_rows()
         say(
             computed=engine.evaluated,
             positions=engine.positions,
@@ -37,6 +40,7 @@ def take_turn(path: str, count: str, seed: str, name: str, save: str = "save") -
             error=error,
             reused=done.resumed.reused_tokens,
             stopped_by=done.resumed.stopped_by,
+            fidelity=done.resumed.fidelity,
         )
 
 

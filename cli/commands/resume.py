@@ -25,6 +25,7 @@ from kvsnap.formats.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvsnap.formats.session import SessionRecord
     from kvsnap.kvstore.reports import ResumeReport
 
 EXAMPLES = """\b
@@ -107,6 +108,7 @@ def command(
     require_llama()
     tokens = count_all_tokens(app, options["model"], session, tenant, source)
     loaded = Loaded(app, options, tokens + max_tokens, session, tenant)
+    record: SessionRecord | None = None
     try:
         if session is not None:
             loaded.session.stored_token_ids()  # raises where there is none
@@ -148,7 +150,7 @@ def command(
         if not no_save:
             after = answered(made, loaded.engine, result.new_ids, result.ended)
             try:
-                loaded.session.save(after.notes(loaded.model))
+                loaded.session.save({**_kept(record), **after.notes(loaded.model)})
             except PartlyDone as partly:
                 problem, session = partly, loaded.session.name
             except KvsnapError as error:
@@ -194,6 +196,11 @@ def command(
         )
     if problem is not None:
         raise problem
+
+
+def _kept(record: SessionRecord | None) -> dict[str, Any]:
+    """Of the notes of a session what still holds after another turn: how its codec was chosen."""
+    return {k: v for k, v in record.notes.items() if k == "max_kl"} if record is not None else {}
 
 
 def _only_lossy(report: ResumeReport) -> bool:

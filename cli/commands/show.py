@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def _tree(app: App, what: str | None, limit: int, tenant: str) -> None:
         app.out.say(f"no block of {what!r} is stored" if what else "no blocks yet")
 
 
+def _max_kl(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `save --max-kl` measured."""
+    told: Any = notes.get("max_kl")
+    try:
+        text = f"at most {told['limit']:.1e} above the engine's floor of {told['floor']:.1e}:"
+        return [("kl", f"{text} {told['codec']} is {told['excess']:.1e} above it")]
+    except (TypeError, LookupError, ValueError):  # none, or notes of a program of somebody's own
+        return []
+
+
 def _session(app: App, found: dict[str, Any]) -> None:
     identity, notes = found["identity"], found["notes"]
     there = sum(block["stored"] for block in found["blocks"])
@@ -90,6 +101,7 @@ def _session(app: App, found: dict[str, Any]) -> None:
             ("blocks", f"{there} of {len(found['blocks'])} stored, {units.size(bytes_of_blocks)}"),
             ("file", f"{found['path']} ({units.size(found['bytes'])})"),
             ("codec", f"{found['codec']}, {found['fidelity']}"),
+            *_max_kl(notes),
             ("pinned", "yes" if found["pinned"] else "no"),
         ],
     )

@@ -18,6 +18,8 @@ from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.errors import Unsupported
 
 CODECS = {
+    "kvtc": "kvsnap.formats.codecs.kvtc:Kvtc",
+    "q4": "kvsnap.formats.codecs.q4:Q4",
     "q8": "kvsnap.formats.codecs.q8:Q8",
     "raw": "kvsnap.formats.codecs.raw:Raw",
     "zstd": "kvsnap.formats.codecs.zstd:Zstd",

@@ -57,3 +57,11 @@ class Codec(ABC):
         """The declared loss: a bound on |decoded - rows| of each element, as float32 that
         broadcasts to the rows' shape. Tests check it. Lossless codecs have none to declare."""
         raise NotImplementedError(f"codec {self.id} is lossless")
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedCodec(Codec):
+    """One that was taught a model. `calibration` is the digest of what it learnt; empty: not chosen
+    yet, and nothing can be coded."""
+
+    calibration: str = ""

@@ -26,16 +26,17 @@ from kvsnap.formats.layout import Array
 SINKS = 4
 NAMES = (".exact", ".kept")
 
-_LARGEST = {"F16": 0x7800, "BF16": 0x7F00, "F32": 0x7F000000}
-"""Bits of half of the type's range: 2^15 or 2^127. Above it are the values whose rounding to a
-multiple of a scale could overflow, then infinities and NaN: magnitudes order as their bits do."""
+LARGEST = {"F16": 2.0**15, "BF16": 2.0**127, "F32": 2.0**127}
+"""Half of the type's range: the multiples of a scale nearest to a larger value could overflow."""
+_LARGEST_BITS = {"F16": 0x7800, "BF16": 0x7F00, "F32": 0x7F000000}
+"""The same as bits. Beyond them are infinities and NaN: magnitudes order as their bits do."""
 
 
 def kept_tokens(at: Stretch, rows: Array) -> Array:
     """bool [tokens]: sinks, and tokens with a value beyond half of the type's range, or NaN."""
     kept = np.arange(at.start, at.start + rows.shape[1]) < SINKS
     for layer in rows:
-        kept |= magnitudes(layer).max(axis=1) > _LARGEST[at.plane.dtype]
+        kept |= magnitudes(layer).max(axis=1) > _LARGEST_BITS[at.plane.dtype]
     return kept
 
 

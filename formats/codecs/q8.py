@@ -24,9 +24,9 @@ from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.codecs.stored import check_elements, check_names, read
 from kvsnap.formats.codecs.uniform import (
     GROUP,
+    check_scales,
     chunks,
     magnitudes,
-    read_scales,
     scale_type,
     scale_values,
     scales_above,
@@ -72,7 +72,9 @@ class Q8(Codec):
         if ".codes" in stored:
             dtype, (layers, tokens, _) = at.plane.dtype, out.shape
             codes = read(stored, ".codes", "U8", at.plane.file_shape(layers, tokens)).view(np.int8)
-            scale = read_scales(stored, ".scale", dtype, _scale_shape(at, layers, tokens))
+            bits = read(stored, ".scale", scale_type(dtype), _scale_shape(at, layers, tokens))
+            check_scales(".scale", bits)
+            scale = scale_values(bits)
             for layer, some, group in chunks(*out.shape):
                 step = _own(at, tokens, scale, layer, some, group)
                 write_products(dtype, codes[layer, some], step, out[layer, some])

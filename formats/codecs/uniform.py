@@ -14,14 +14,13 @@ together so that the working memory stays in a core's second-level cache and a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvsnap.formats.codecs import compiled
-from kvsnap.formats.codecs.stored import Scratch, read
-from kvsnap.formats.container import Tensor
+from kvsnap.formats.codecs.stored import Scratch
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Array
 
@@ -38,8 +37,8 @@ SCALES: Array = np.ldexp(
 """Byte → scale of F16 rows. A half without its sign and last 7 bits, divided by 128: the smallest is
 2^-24, of which every half is a multiple, and 127 times the largest one needed (290) does not
 overflow."""
-_END = {"U8": 0xF8, "BF16": 0x7C00}
-"""Scales from here on are infinite, negative or make products overflow: no encoder writes them."""
+_END = {1: 0xF8, 2: 0x7C00}
+"""By item size: scales from here on are infinite, negative or make products overflow: no encoder writes them."""
 _CHUNK = 196_608
 """Elements a call: 768 KiB of float32. With one layer of the bundled model a call, two thirds of the
 speed; all of its layers at once are no faster."""
@@ -55,20 +54,15 @@ def scales_above(dtype: str, highest: Array) -> Array:
     stored. Zero only where `highest` is."""
     wanted = highest / np.float32(LARGEST_CODE)
     if dtype == "F16":
-        return np.searchsorted(SCALES[: _END["U8"]], wanted).astype(np.uint8)
+        return np.searchsorted(SCALES[: _END[1]], wanted).astype(np.uint8)
     bits = ((wanted.view(np.uint32) + 0xFFFF) >> 16).astype(np.uint16)
     return np.maximum(bits, highest > 0)  # a quotient of subnormals can be zero
 
 
-def read_scales(
-    stored: Mapping[str, Tensor], suffix: str, dtype: str, shape: tuple[int, ...]
-) -> Array:
-    """A stored tensor of scales for rows of `dtype`, as float32."""
-    kind = scale_type(dtype)
-    scales = read(stored, suffix, kind, shape)
-    if scales.size and scales.max() >= _END[kind]:
+def check_scales(suffix: str, stored: Array) -> None:
+    """`Damaged` unless these are scales that an encoder can have stored."""
+    if stored.size and stored.max() >= _END[stored.itemsize]:
         raise Damaged(f"tensor {suffix} has an impossible scale")
-    return scale_values(scales)
 
 
 def scale_values(stored: Array) -> Array:
@@ -109,12 +103,16 @@ def chunks(layers: int, tokens: int, width: int) -> Iterator[tuple[slice, slice,
                 yield slice(layer, layer + many), slice(token, last), first // GROUP
 
 
-def write_products(dtype: str, codes: Array, scale: Array, out: Array) -> None:
-    """out = codes * scale. Codes int8 [layers, tokens, heads, dim]; scale float32 that broadcasts;
-    out bits of `dtype` [layers, tokens, heads * dim], rows contiguous."""
+def write_products(
+    dtype: str, codes: Array, scale: Array, out: Array, factor: Array | None = None
+) -> None:
+    """out = codes * scale * factor. Codes int8 [layers, tokens, heads, dim]; scales, and factors
+    that are powers of two, float32 that broadcast; out bits of `dtype` [layers, tokens, heads *
+    dim], rows contiguous."""
     kernels = compiled.kernels()
     if kernels is not None:
-        kernels[dtype](codes, np.broadcast_to(scale, codes.shape), out)
+        steps = scale if factor is None else scale * factor
+        kernels[dtype](codes, np.broadcast_to(steps, codes.shape), out)
         return
     size, shape = codes.size, codes.shape
     memory = _SCRATCH.take(8 * size)
@@ -122,7 +120,11 @@ def write_products(dtype: str, codes: Array, scale: Array, out: Array) -> None:
     product = bits.view(np.float32).reshape(shape)
     np.copyto(product, codes)
     if dtype == "F16":
-        np.multiply(product, scale * np.float32(2.0**-112), out=product)
+        scale = scale * np.float32(2.0**-112)
+    np.multiply(product, scale, out=product)
+    if factor is not None:
+        np.multiply(product, factor, out=product)
+    if dtype == "F16":
         half, sign = memory[4 * size :].view(np.uint16).reshape(2, size)
         np.right_shift(bits, 13, out=bits)
         np.copyto(half, bits, casting="unsafe")
@@ -130,7 +132,6 @@ def write_products(dtype: str, codes: Array, scale: Array, out: Array) -> None:
         np.bitwise_and(sign, np.uint16(0x8000), out=sign)
         np.bitwise_or(half.reshape(out.shape), sign.reshape(out.shape), out=out)
         return
-    np.multiply(product, scale, out=product)
     if dtype == "BF16":
         odd = memory[4 * size :].view(np.uint32)
         np.right_shift(bits, 16, out=odd)

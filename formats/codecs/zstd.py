@@ -89,7 +89,7 @@ def _planes(plane: Plane) -> int:
 def _plane_bytes(tensor: Tensor, scratch: Array) -> Array:
     """The bytes of one plane: the stored ones, or decompressed into `scratch`."""
     stored, size = memoryview(tensor.data), len(scratch)
-    if tensor.dtype != "U8" or stored.nbytes > size:
+    if (tensor.dtype, tensor.shape) != ("U8", (stored.nbytes,)) or stored.nbytes > size:
         raise Damaged(f"a byte plane of {stored.nbytes} bytes where at most {size} belong")
     if stored.nbytes == size:
         return np.frombuffer(stored, np.uint8)

@@ -19,7 +19,8 @@ from typing import Any
 
 import llama_cpp
 
-from kvsnap.formats.errors import NotFound, Unsupported
+from kvsnap.engines.weights_of import model_shards, weights_digest
+from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.identity import Adapter, Identity, Rope
 from kvsnap.formats.interchange.ggml import GgmlType, ggml_type
 from kvsnap.formats.interchange.llamacpp import check_version
@@ -118,7 +119,7 @@ def identity_of(
     overrides = sorted((llm.kv_overrides or {}).items())
     return Identity(
         family=FAMILY,
-        weights=_weights_digest(Path(llm.model_path), file_digest),
+        weights=weights_digest(Path(llm.model_path), file_digest),
         architecture=facts.architecture,
         layout=layout,
         rope=facts.rope,
@@ -128,24 +129,6 @@ def identity_of(
         rotation_v=facts.rotation_v,
         overrides=tuple((key, f"{type(v).__name__}:{v!r}") for key, v in overrides),
     )
-
-
-def model_shards(path: Path) -> list[Path]:
-    """All files of a split GGUF (`…-00001-of-00003.gguf`), or the one file."""
-    found = re.fullmatch(r"(.*-)\d{5}(-of-)(\d{5})(\.gguf)", path.name)
-    if not found:
-        return [path]
-    stem, of, count, suffix = found.groups()
-    return [path.with_name(f"{stem}{n:05d}{of}{count}{suffix}") for n in range(1, int(count) + 1)]
-
-
-def _weights_digest(path: Path, file_digest: Callable[[Path], str]) -> str:
-    shards = model_shards(path)
-    for shard in shards:
-        if not shard.is_file():
-            raise NotFound(f"the model file {shard} is gone", "put it back, or name another model")
-    digests = [file_digest(shard) for shard in shards]
-    return digests[0] if len(digests) == 1 else "+".join(digests)
 
 
 def refuse_media(llm: llama_cpp.Llama) -> None:

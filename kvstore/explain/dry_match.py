@@ -107,6 +107,7 @@ def _problem(session: Session, root: Root, wanted: Wanted, check: bool) -> str |
         buffer = files.read_whole(path)
         check_file_digest(buffer)
         block = parse_block(buffer)
+        session.store.calibrations.prepare(block.codec)
         block.check_content()
     except KvsnapError as error:
         return error.what

@@ -9,7 +9,7 @@ calibration made here fits there. Needs the extra `hf`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +136,24 @@ class Float32Model:
         self.model.zero_grad(set_to_none=True)
         values = self._by_plane([(k.detach(), v.detach()) for k, v in kept])
         return values, self._by_plane([(k.grad, v.grad) for k, v in kept])
+
+    def write(self, openings: Sequence[str], count: int, length: int, seed: int) -> list[TokenIds]:
+        """`count` texts of `length` tokens that the model makes up, each from one opening word."""
+        torch, cache = self.torch, self._cache_class()
+        source = torch.Generator().manual_seed(seed)
+        ends = {self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.config.eos_token_id}
+        ends = {number for number in ends if isinstance(number, int)}
+        starts = [self.tokenize(openings[n % len(openings)])[:2] for n in range(count)]
+        shortest = min(map(len, starts), default=0)
+        current = torch.from_numpy(np.stack([ids[:shortest] for ids in starts]).astype(np.int64))
+        written = [current]
+        with torch.no_grad(), _quiet():
+            for _ in range(length - shortest):
+                logits = self.model(current, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                logits[:, sorted(ends)] = -torch.inf  # a text that ends early teaches nothing
+                current = torch.multinomial(torch.softmax(logits, -1), 1, generator=source)
+                written.append(current)
+        return [token_array(row) for row in torch.cat(written, 1).numpy()]
 
     def _batch(self, token_ids: TokenIds) -> Any:
         return self.torch.from_numpy(token_ids.astype(np.int64))[None]

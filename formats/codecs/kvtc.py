@@ -1,0 +1,339 @@
+"""`kvtc`: calibrated transform coding, for sessions that are kept long; after KVTC (arXiv 2511.01815).
+
+Of K the rotation by RoPE is undone. The rows of neighbouring layers are one vector a token, measured
+in what errors cost (the calibration's metric) and turned onto its principal components, which one
+step rounds. Tokens differ: the encoder predicts from a token how much errors in it cost, and scales
+it by its weight, a power of 2^(1/4), before rounding. Components that a step leaves next to nothing
+of are dropped. Integers are entropy coded by classes of spread: the component's, calibrated, moved
+by the token's own loudness, which takes 7 % off the bytes.
+
+Decoding depends on the tensors, the plane, the position and the calibration. Codes are exact
+integers; the matrix product that makes rows of them is rounded as the machine's BLAS does it, so
+decoded elements may differ in their last bit between machines. `max_error` has room for that.
+Encoding may differ between machines too; on one, equal rows give equal bytes.
+
+    .codes          U8: for each group of layers and `_CHUNK` coded tokens,
+                    u32 bytes | weights, loudness of the tokens, entropy coded
+                    u32 bytes | components [kept, tokens], entropy coded
+    .exact, .kept   see `escape`: sinks, and tokens that cannot be coded within the bound
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.formats.codecs import entropy, escape
+from kvsnap.formats.codecs.base import CalibratedCodec, Stretch
+from kvsnap.formats.codecs.calibration import LayerGroup, PlaneCalibration, find
+from kvsnap.formats.codecs.rope import rotate
+from kvsnap.formats.codecs.stored import check_elements, check_names
+from kvsnap.formats.codecs.uniform import widen
+from kvsnap.formats.container import Tensor
+from kvsnap.formats.errors import Damaged, Unsupported
+from kvsnap.formats.layout import Array
+
+DROPPED = 0.125
+"""Of a step: components whose mean magnitude is less are left out; they would be zeros almost all."""
+_CHUNK = 256
+"""Tokens coded together: bounds the working memory of a long block."""
+_LARGEST = 32767
+_WEIGHTS = (-12, 24)
+"""Quarters of an octave."""
+_LOUDNESS = (-16, 16)
+_LOUD_FROM = 0.4
+"""Steps: components with a smaller mean magnitude say nothing of a token's loudness."""
+_SIDE_CLASS = 26
+"""Entropy class of weights and loudness: magnitudes of 6."""
+_BOUND = 4.0
+"""Declared error in steps, rotation included. Errors of all components together are near 0.3."""
+_ROUNDING = {"F16": 2.0**-10, "BF16": 2.0**-7, "F32": 2.0**-16}
+"""Relative: twice half a unit in the last place; for F32 what products of float32 lose."""
+_SMALLEST = {"F16": 2.0**-24, "BF16": 2.0**-126, "F32": 2.0**-126}
+_CODED = (".codes",)
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Kvtc(CalibratedCodec):
+    """`calibration`: digest of a registered calibration. `step`: what is rounded to."""
+
+    id = "kvtc"
+    lossy = True
+
+    step: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step < math.inf:
+            raise Unsupported(f"codec kvtc has no step of {self.step}", "it is a number above 0")
+
+    def encode(self, at: Stretch, rows: Array) -> dict[str, Tensor]:
+        plane = self._plane(at, rows)
+        kept = escape.kept_tokens(at, rows)
+        while not kept.all():
+            coded = np.flatnonzero(~kept)
+            fits, codes = self._encode(at, plane, rows, kept, coded)
+            if fits.all():
+                stored = escape.store(at, rows, kept)
+                exact = int(kept.sum()) * (len(rows) * rows.shape[2] * rows.itemsize + 4)
+                if len(codes) + exact <= rows.nbytes:
+                    return {**stored, ".codes": Tensor("U8", (len(codes),), codes)}
+                fits[:] = False
+            kept[coded[~fits]] = True
+        return escape.store(at, rows, kept)
+
+    def decode(self, at: Stretch, stored: Mapping[str, Tensor], out: Array) -> None:
+        plane = self._plane(at, out)
+        check_names(self.id, stored, _CODED, (*_CODED, *escape.NAMES), escape.NAMES)
+        escape.restore(at, stored, out)
+        if ".codes" not in stored:
+            return
+        coded = np.ones(out.shape[1], bool)
+        if ".kept" in stored:
+            coded[np.frombuffer(stored[".kept"].data, "<u4")] = False
+        tokens = np.flatnonzero(coded)
+        values = np.zeros(at.plane.file_shape(*out.shape[:2]), np.float32)
+        take = _reader(stored[".codes"])
+        for layers, group in _groups(plane):
+            for some in _chunks(tokens):
+                weights, integers = self._unpack(group, len(some), take)
+                again = self._vectors(group, weights, integers)
+                values[layers, some] = _as_rows(again, group, at)
+        if take(None):
+            raise Damaged("tensor .codes is longer than its tokens")
+        _rotate(at, values)
+        # Row by row only where it must be: an index array copies.
+        whole = len(tokens) == out.shape[1]
+        narrowed = _narrow(at, values.reshape(out.shape))
+        if whole:
+            out[...] = narrowed
+        else:
+            out[:, tokens] = narrowed[:, tokens]
+
+    def max_error(self, at: Stretch, rows: Array) -> Array:
+        plane = self._plane(at, rows)
+        kept = escape.kept_tokens(at, rows)
+        values = _values(at, rows, kept)
+        limit = np.zeros(values.shape, np.float32)
+        for layers, group in _groups(plane):
+            for some in _chunks(np.flatnonzero(~kept)):
+                weights = _weights(group, _components(group, values[layers, some]))
+                limit[layers, some] = self._limit(group, weights, at)
+        limit = limit.reshape(rows.shape)
+        return _with_rounding(at, limit, widen(at.plane.dtype, escape.without(rows, kept)), 1.0)
+
+    def _plane(self, at: Stretch, rows: Array) -> PlaneCalibration:
+        check_elements(self.id, at)
+        calibration = find(self.calibration)
+        if self.step < calibration.finest:
+            raise Unsupported(
+                f"codec kvtc: the calibration is good for steps from {calibration.finest},"
+                f" not for {self.step}"
+            )
+        plane = calibration.planes.get(at.name)
+        if plane is None or plane.row != at.plane.row or plane.layers != len(rows):
+            raise Unsupported(
+                f"codec kvtc: the calibration has no plane {at.name} of {len(rows)} layers of"
+                f" {at.plane.row}",
+                "calibrate for this model and engine",
+            )
+        return plane
+
+    def _encode(
+        self, at: Stretch, plane: PlaneCalibration, rows: Array, kept: Array, coded: Array
+    ) -> tuple[Array, bytes]:
+        """Which of the tokens can be coded within the bound, and the codes of all."""
+        values = _values(at, rows, kept)
+        again, limit = np.zeros_like(values), np.zeros_like(values)
+        fits = np.ones(rows.shape[1], bool)
+        parts: list[bytes] = []
+        for layers, group in _groups(plane):
+            for some in _chunks(coded):
+                components = _components(group, values[layers, some])
+                weights = _weights(group, components)
+                components *= _factor(weights)[:, None] / np.float32(self.step)
+                components = components[:, : self._count(group)]
+                rounded = np.rint(components)
+                fits[some] &= np.abs(rounded).max(axis=1, initial=0) <= _LARGEST
+                integers = np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int16)
+                parts += self._pack(group, weights, np.abs(components), integers)
+                again[layers, some] = _as_rows(self._vectors(group, weights, integers), group, at)
+                limit[layers, some] = self._limit(group, weights, at)
+        _rotate(at, again)
+        narrowed = _narrow(at, again.reshape(rows.shape))
+        finite = escape.kept_tokens(Stretch(at.name, at.plane, escape.SINKS), narrowed)
+        true = widen(at.plane.dtype, escape.without(rows, kept))
+        off = np.abs(widen(at.plane.dtype, escape.without(narrowed, finite)) - true)
+        limit = _with_rounding(at, limit.reshape(rows.shape), true, 0.5)
+        fits &= (off <= limit).all(axis=(0, 2)) & ~finite
+        return fits[coded], b"".join(parts)
+
+    def _count(self, group: LayerGroup) -> int:
+        """How many components the step leaves something of."""
+        enough = group.spread.astype(np.float64) >= self.step * DROPPED
+        return max(1, int(np.count_nonzero(enough)))
+
+    def _pack(
+        self, group: LayerGroup, weights: Array, sizes: Array, integers: Array
+    ) -> list[bytes]:
+        expected = group.spread[: integers.shape[1]] / np.float32(self.step)
+        telling = max(1, int(np.count_nonzero(expected >= _LOUD_FROM)))
+        ratio = (sizes[:, :telling] / expected[:telling]).mean(axis=1)
+        loudness = np.rint(np.log2(np.maximum(ratio, 1e-6)) * entropy.PER_OCTAVE)
+        loudness = np.clip(loudness, *_LOUDNESS).astype(np.int16)
+        side = np.concatenate([weights.astype(np.int16), loudness])
+        codes = [
+            entropy.encode(side, np.full(len(side), _SIDE_CLASS, np.uint8)),
+            entropy.encode(integers.T.reshape(-1), self._classes(group, loudness)),
+        ]
+        return [part for code in codes for part in (_LENGTH.pack(len(code)), code)]
+
+    def _unpack(
+        self, group: LayerGroup, tokens: int, take: Callable[[int | None], memoryview]
+    ) -> tuple[Array, Array]:
+        """Weights [tokens] and integers [tokens, kept] of the next part."""
+        (size,) = _LENGTH.unpack(take(_LENGTH.size))
+        side = entropy.decode(take(size), np.full(2 * tokens, _SIDE_CLASS, np.uint8))
+        weights, loudness = side.reshape(2, tokens)
+        for numbers, (low, high) in ((weights, _WEIGHTS), (loudness, _LOUDNESS)):
+            if numbers.min() < low or numbers.max() > high:
+                raise Damaged("a token's weight or loudness is out of range")
+        (size,) = _LENGTH.unpack(take(_LENGTH.size))
+        integers = entropy.decode(take(size), self._classes(group, loudness))
+        return weights, integers.reshape(-1, tokens).T
+
+    def _classes(self, group: LayerGroup, loudness: Array) -> Array:
+        """Entropy classes [kept * tokens]. Only products and comparisons: the same everywhere."""
+        spread = group.spread[: self._count(group)].astype(np.float64)
+        edges = [
+            entropy.mean_magnitude(number) * _HALF_CLASS * self.step
+            for number in range(entropy.CLASSES - 1)
+        ]
+        own = np.searchsorted(np.array(edges), spread)
+        classes = own[:, None] + loudness[None].astype(np.int64)
+        return np.clip(classes, 0, entropy.CLASSES - 1).astype(np.uint8).reshape(-1)
+
+    def _vectors(self, group: LayerGroup, weights: Array, integers: Array) -> Array:
+        """[tokens, width] that weights and integers stand for."""
+        scaled = integers.astype(np.float32)
+        scaled *= np.float32(self.step) / _factor(weights)[:, None]
+        again: Array = scaled @ group.basis[: integers.shape[1]]
+        again += group.mean
+        return again
+
+    def _limit(self, group: LayerGroup, weights: Array, at: Stretch) -> Array:
+        """Declared error [layers, tokens, heads, 1] before rounding to elements."""
+        heads = at.plane.row[0]
+        steps = np.float32(_BOUND * self.step) / _factor(weights)
+        reach = group.reach.reshape(group.layers, 1, heads, 1)
+        limit: Array = reach * steps[:, None, None]
+        return limit
+
+
+_HALF_CLASS = math.sqrt(math.sqrt(math.sqrt(2.0)))
+
+
+def _groups(plane: PlaneCalibration) -> Iterator[tuple[slice, LayerGroup]]:
+    first = 0
+    for group in plane.groups:
+        yield slice(first, first + group.layers), group
+        first += group.layers
+
+
+def _chunks(tokens: Array) -> Iterator[Array]:
+    for first in range(0, len(tokens), _CHUNK):
+        yield tokens[first : first + _CHUNK]
+
+
+def _reader(tensor: Tensor) -> Callable[[int | None], memoryview]:
+    """Takes the next bytes of a tensor: that many, or the rest."""
+    data = memoryview(tensor.data).cast("B")
+    if tensor.dtype != "U8" or tensor.shape != (len(data),):
+        raise Damaged(f"tensor .codes is {tensor.dtype} {tensor.shape}, not bytes")
+    used = 0
+
+    def take(size: int | None) -> memoryview:
+        nonlocal used
+        end = len(data) if size is None else used + size
+        if end > len(data):
+            raise Damaged("tensor .codes is cut")
+        part, used = data[used:end], end
+        return part
+
+    return take
+
+
+def _values(at: Stretch, rows: Array, kept: Array) -> Array:
+    """float32 [layers, tokens, heads, dim], RoPE undone, pairs as halves; kept tokens are zero."""
+    whole = widen(at.plane.dtype, escape.without(rows, kept))
+    values = np.array(whole).reshape(at.plane.file_shape(*rows.shape[:2]))
+    if at.plane.rope is not None:
+        rotate(at.plane.rope, values, at.start, back=True)
+    return values[..., _order(at)] if _order(at) is not None else values
+
+
+def _order(at: Stretch) -> Array | None:
+    """Which element of a head comes where in the calibration's order; None: all in their own."""
+    rope = at.plane.rope
+    if rope is None or rope.pairing == "halves":
+        return None
+    order = np.arange(at.plane.row[1])
+    order[: rope.dims] = np.concatenate([np.arange(0, rope.dims, 2), np.arange(1, rope.dims, 2)])
+    return order
+
+
+def _components(group: LayerGroup, values: Array) -> Array:
+    """Unweighted components [tokens, kept] of values [layers, tokens, heads, dim]."""
+    vectors = values.transpose(1, 0, 2, 3).reshape(values.shape[1], -1) - group.mean
+    found: Array = vectors @ group.encoder
+    return found
+
+
+def _weights(group: LayerGroup, components: Array) -> Array:
+    """int8 [tokens], quarters of an octave."""
+    found: Array = np.rint(group.features(components) @ group.weigher * entropy.PER_OCTAVE)
+    return found.clip(*_WEIGHTS).astype(np.int8)
+
+
+def _factor(weights: Array) -> Array:
+    """float32 [tokens]: what a token's components are multiplied by."""
+    found: Array = np.exp2(weights.astype(np.float32) / np.float32(entropy.PER_OCTAVE))
+    return found
+
+
+def _as_rows(vectors: Array, group: LayerGroup, at: Stretch) -> Array:
+    """[layers, tokens, heads, dim] in the plane's order, RoPE still undone."""
+    shape = (len(vectors), group.layers, *at.plane.row)
+    values = vectors.reshape(shape).transpose(1, 0, 2, 3)
+    order = _order(at)
+    return values if order is None else values[..., np.argsort(order)]
+
+
+def _rotate(at: Stretch, values: Array) -> None:
+    if at.plane.rope is not None:
+        rotate(at.plane.rope, values, at.start)
+
+
+def _narrow(at: Stretch, values: Array) -> Array:
+    """float32 to element bits, to nearest even; what is too large becomes infinite."""
+    if at.plane.dtype == "F32":
+        return values.view(np.uint32)
+    if at.plane.dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits >> 16).astype(np.uint16)
+
+
+def _with_rounding(at: Stretch, limit: Array, true: Array, share: float) -> Array:
+    """The limit and what rounding to elements adds. The encoder uses half of that, so that another
+    machine's products stay within the declared whole."""
+    dtype = at.plane.dtype
+    rounding = (np.abs(true) + limit) * np.float32(_ROUNDING[dtype]) + np.float32(_SMALLEST[dtype])
+    found: Array = limit + np.float32(share) * rounding * (limit > 0)  # kept tokens have none
+    return found
