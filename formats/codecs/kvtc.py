@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvsnap.formats.codecs import entropy, escape
+from kvsnap.formats.codecs import escape, parts
 from kvsnap.formats.codecs.base import CalibratedCodec, Stretch
 from kvsnap.formats.codecs.calibration import LayerGroup, PlaneCalibration, find
 from kvsnap.formats.codecs.rope import rotate
@@ -37,18 +37,6 @@ from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.layout import Array
 
-DROPPED = 0.125
-"""Of a step: components whose mean magnitude is less are left out; they would be zeros almost all."""
-_CHUNK = 256
-"""Tokens coded together: bounds the working memory of a long block."""
-_LARGEST = 32767
-_WEIGHTS = (-12, 24)
-"""Quarters of an octave."""
-_LOUDNESS = (-16, 16)
-_LOUD_FROM = 0.4
-"""Steps: components with a smaller mean magnitude say nothing of a token's loudness."""
-_SIDE_CLASS = 26
-"""Entropy class of weights and loudness: magnitudes of 6."""
 _BOUND = 4.0
 """Declared error in steps, rotation included. Errors of all components together are near 0.3."""
 _ROUNDING = {"F16": 2.0**-10, "BF16": 2.0**-7, "F32": 2.0**-16}
@@ -97,13 +85,13 @@ class Kvtc(CalibratedCodec):
             coded[np.frombuffer(stored[".kept"].data, "<u4")] = False
         tokens = np.flatnonzero(coded)
         values = np.zeros(at.plane.file_shape(*out.shape[:2]), np.float32)
-        take = _reader(stored[".codes"])
+        codes = _Codes(stored[".codes"])
         for layers, group in _groups(plane):
             for some in _chunks(tokens):
-                weights, integers = self._unpack(group, len(some), take)
-                again = self._vectors(group, weights, integers)
+                part = parts.unpack_part(group, self.step, len(some), codes.take)
+                again = parts.vectors(group, self.step, part)
                 values[layers, some] = _as_rows(again, group, at)
-        if take(None):
+        if len(codes.left):
             raise Damaged("tensor .codes is longer than its tokens")
         _rotate(at, values)
         # Row by row only where it must be: an index array copies.
@@ -121,7 +109,7 @@ class Kvtc(CalibratedCodec):
         limit = np.zeros(values.shape, np.float32)
         for layers, group in _groups(plane):
             for some in _chunks(np.flatnonzero(~kept)):
-                weights = _weights(group, _components(group, values[layers, some]))
+                weights = parts.told_weights(group, _components(group, values[layers, some]))
                 limit[layers, some] = self._limit(group, weights, at)
         limit = limit.reshape(rows.shape)
         return _with_rounding(at, limit, widen(at.plane.dtype, escape.without(rows, kept)), 1.0)
@@ -150,18 +138,15 @@ class Kvtc(CalibratedCodec):
         values = _values(at, rows, kept)
         again, limit = np.zeros_like(values), np.zeros_like(values)
         fits = np.ones(rows.shape[1], bool)
-        parts: list[bytes] = []
+        codes: list[bytes] = []
         for layers, group in _groups(plane):
             for some in _chunks(coded):
                 components = _components(group, values[layers, some])
-                weights = _weights(group, components)
-                components *= _factor(weights)[:, None] / np.float32(self.step)
-                components = components[:, : self._count(group)]
-                rounded = np.rint(components)
-                fits[some] &= np.abs(rounded).max(axis=1, initial=0) <= _LARGEST
-                integers = np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int16)
-                parts += self._pack(group, weights, np.abs(components), integers)
-                again[layers, some] = _as_rows(self._vectors(group, weights, integers), group, at)
+                weights = parts.told_weights(group, components)
+                part = parts.make_part(group, self.step, components, weights)
+                for code in parts.pack_part(group, self.step, part):
+                    codes += [_LENGTH.pack(len(code)), code]
+                again[layers, some] = _as_rows(parts.vectors(group, self.step, part), group, at)
                 limit[layers, some] = self._limit(group, weights, at)
         _rotate(at, again)
         narrowed = _narrow(at, again.reshape(rows.shape))
@@ -170,71 +155,15 @@ class Kvtc(CalibratedCodec):
         off = np.abs(widen(at.plane.dtype, escape.without(narrowed, finite)) - true)
         limit = _with_rounding(at, limit.reshape(rows.shape), true, 0.5)
         fits &= (off <= limit).all(axis=(0, 2)) & ~finite
-        return fits[coded], b"".join(parts)
-
-    def _count(self, group: LayerGroup) -> int:
-        """How many components the step leaves something of."""
-        enough = group.spread.astype(np.float64) >= self.step * DROPPED
-        return max(1, int(np.count_nonzero(enough)))
-
-    def _pack(
-        self, group: LayerGroup, weights: Array, sizes: Array, integers: Array
-    ) -> list[bytes]:
-        expected = group.spread[: integers.shape[1]] / np.float32(self.step)
-        telling = max(1, int(np.count_nonzero(expected >= _LOUD_FROM)))
-        ratio = (sizes[:, :telling] / expected[:telling]).mean(axis=1)
-        loudness = np.rint(np.log2(np.maximum(ratio, 1e-6)) * entropy.PER_OCTAVE)
-        loudness = np.clip(loudness, *_LOUDNESS).astype(np.int16)
-        side = np.concatenate([weights.astype(np.int16), loudness])
-        codes = [
-            entropy.encode(side, np.full(len(side), _SIDE_CLASS, np.uint8)),
-            entropy.encode(integers.T.reshape(-1), self._classes(group, loudness)),
-        ]
-        return [part for code in codes for part in (_LENGTH.pack(len(code)), code)]
-
-    def _unpack(
-        self, group: LayerGroup, tokens: int, take: Callable[[int | None], memoryview]
-    ) -> tuple[Array, Array]:
-        """Weights [tokens] and integers [tokens, kept] of the next part."""
-        (size,) = _LENGTH.unpack(take(_LENGTH.size))
-        side = entropy.decode(take(size), np.full(2 * tokens, _SIDE_CLASS, np.uint8))
-        weights, loudness = side.reshape(2, tokens)
-        for numbers, (low, high) in ((weights, _WEIGHTS), (loudness, _LOUDNESS)):
-            if numbers.min() < low or numbers.max() > high:
-                raise Damaged("a token's weight or loudness is out of range")
-        (size,) = _LENGTH.unpack(take(_LENGTH.size))
-        integers = entropy.decode(take(size), self._classes(group, loudness))
-        return weights, integers.reshape(-1, tokens).T
-
-    def _classes(self, group: LayerGroup, loudness: Array) -> Array:
-        """Entropy classes [kept * tokens]. Only products and comparisons: the same everywhere."""
-        spread = group.spread[: self._count(group)].astype(np.float64)
-        edges = [
-            entropy.mean_magnitude(number) * _HALF_CLASS * self.step
-            for number in range(entropy.CLASSES - 1)
-        ]
-        own = np.searchsorted(np.array(edges), spread)
-        classes = own[:, None] + loudness[None].astype(np.int64)
-        return np.clip(classes, 0, entropy.CLASSES - 1).astype(np.uint8).reshape(-1)
-
-    def _vectors(self, group: LayerGroup, weights: Array, integers: Array) -> Array:
-        """[tokens, width] that weights and integers stand for."""
-        scaled = integers.astype(np.float32)
-        scaled *= np.float32(self.step) / _factor(weights)[:, None]
-        again: Array = scaled @ group.basis[: integers.shape[1]]
-        again += group.mean
-        return again
+        return fits[coded], b"".join(codes)
 
     def _limit(self, group: LayerGroup, weights: Array, at: Stretch) -> Array:
         """Declared error [layers, tokens, heads, 1] before rounding to elements."""
         heads = at.plane.row[0]
-        steps = np.float32(_BOUND * self.step) / _factor(weights)
+        steps = np.float32(_BOUND) * parts.deviations(self.step, weights)
         reach = group.reach.reshape(group.layers, 1, heads, 1)
         limit: Array = reach * steps[:, None, None]
         return limit
-
-
-_HALF_CLASS = math.sqrt(math.sqrt(math.sqrt(2.0)))
 
 
 def _groups(plane: PlaneCalibration) -> Iterator[tuple[slice, LayerGroup]]:
@@ -245,26 +174,26 @@ def _groups(plane: PlaneCalibration) -> Iterator[tuple[slice, LayerGroup]]:
 
 
 def _chunks(tokens: Array) -> Iterator[Array]:
-    for first in range(0, len(tokens), _CHUNK):
-        yield tokens[first : first + _CHUNK]
+    for first in range(0, len(tokens), parts.TOKENS):
+        yield tokens[first : first + parts.TOKENS]
 
 
-def _reader(tensor: Tensor) -> Callable[[int | None], memoryview]:
-    """Takes the next bytes of a tensor: that many, or the rest."""
-    data = memoryview(tensor.data).cast("B")
-    if tensor.dtype != "U8" or tensor.shape != (len(data),):
-        raise Damaged(f"tensor .codes is {tensor.dtype} {tensor.shape}, not bytes")
-    used = 0
+class _Codes:
+    """The codes of a block, one after the other."""
 
-    def take(size: int | None) -> memoryview:
-        nonlocal used
-        end = len(data) if size is None else used + size
-        if end > len(data):
+    def __init__(self, tensor: Tensor) -> None:
+        self.left = memoryview(tensor.data).cast("B")
+        if tensor.dtype != "U8" or tensor.shape != (len(self.left),):
+            raise Damaged(f"tensor .codes is {tensor.dtype} {tensor.shape}, not bytes")
+
+    def take(self) -> memoryview:
+        if len(self.left) < _LENGTH.size:
             raise Damaged("tensor .codes is cut")
-        part, used = data[used:end], end
-        return part
-
-    return take
+        end = _LENGTH.size + _LENGTH.unpack_from(self.left)[0]
+        if end > len(self.left):
+            raise Damaged("tensor .codes is cut")
+        code, self.left = self.left[_LENGTH.size : end], self.left[end:]
+        return code
 
 
 def _values(at: Stretch, rows: Array, kept: Array) -> Array:
@@ -290,18 +219,6 @@ def _components(group: LayerGroup, values: Array) -> Array:
     """Unweighted components [tokens, kept] of values [layers, tokens, heads, dim]."""
     vectors = values.transpose(1, 0, 2, 3).reshape(values.shape[1], -1) - group.mean
     found: Array = vectors @ group.encoder
-    return found
-
-
-def _weights(group: LayerGroup, components: Array) -> Array:
-    """int8 [tokens], quarters of an octave."""
-    found: Array = np.rint(group.features(components) @ group.weigher * entropy.PER_OCTAVE)
-    return found.clip(*_WEIGHTS).astype(np.int8)
-
-
-def _factor(weights: Array) -> Array:
-    """float32 [tokens]: what a token's components are multiplied by."""
-    found: Array = np.exp2(weights.astype(np.float32) / np.float32(entropy.PER_OCTAVE))
     return found
 
 

@@ -1,10 +1,17 @@
 """`q4`: about four bits a value; for sessions where a small loss is worth half of the bytes of q8.
 
 Every channel of a group of 64 tokens has a step, a fraction of its standard deviation there, and a
-centre. Codes are whole steps from the centre; equal steps and an entropy coder (zstd level 1) do
-better than few levels of any spacing. Steps are twice or four times finer for tokens whose V is half
-or a quarter as long as the layer's median: a short V marks a token that many others attend to.
-Centres are whole steps, so a value is (centre + code) * scale, which `uniform` makes exact.
+centre. Codes are whole steps from the centre, entropy coded (zstd level 1). Steps are twice or four
+times finer for tokens whose V is half or a quarter as long as the layer's median: a short V marks a
+token that many others attend to. On two texts this took a third of the loss for 1 % of bytes.
+Centres are whole steps, so a value is (centre + code) * scale, which `uniform` makes exact; no step
+is so fine that a code leaves int8.
+
+On the bundled model, blocks of 64 tokens: 3.77x, KL 2.4e-3 (mean, of next-token distributions),
+97.0 % equal first choices; much the same with three pairs of K channels multiplied by 30. Tried on
+two texts and left out: rounding towards the centre (more loss for its bytes), finer steps for short
+K (no better than a smaller step), undoing RoPE on K (28 % less loss at equal bytes, but decoding
+then takes rotations and rounding).
 
     .codes   U8, a zstd frame of int8 [layers, tokens, heads, dim]   zero where kept exactly
     .steps   U8, a zstd frame of three arrays, one after the other:
@@ -43,7 +50,7 @@ from kvsnap.formats.errors import Damaged, UsageError
 from kvsnap.formats.layout import ELEMENT_BYTES, Array
 
 LEVEL = 1
-"""Of zstd: 3 and 9 gave 5 % more bytes."""
+"""Of zstd: on one block 3 and 9 gave 2 to 9 % more bytes."""
 _CODED = (".codes", ".steps")
 _FEW = 8
 """Fewer tokens than this have no statistics worth storing: they are kept."""

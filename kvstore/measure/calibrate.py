@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsnap.formats.codecs.calibration import Calibration, LayerGroup, PlaneCalibration
 from kvsnap.formats.codecs.escape import SINKS
-from kvsnap.formats.codecs.kvtc import DROPPED
+from kvsnap.formats.codecs.parts import DROPPED
 from kvsnap.formats.codecs.rope import pairs, rotate
 from kvsnap.formats.errors import UsageError
 from kvsnap.formats.layout import Array, PlaneRope

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Float32Model:
         talk.disable_progress_bar()
         place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         try:
-            with _quiet():
+            with _quiet(), redirect_stderr(StringIO()):  # a bar that no setting turns off
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
                 self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     **place, dtype=torch.float32

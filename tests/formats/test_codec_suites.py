@@ -16,6 +16,11 @@ class TestZstd(CodecSuite):
         return get_codec("zstd")
 
 
+class TestQ4(CodecSuite):
+    def make(self) -> Codec:
+        return get_codec("q4")
+
+
 class TestQ8(CodecSuite):
     def make(self) -> Codec:
         return get_codec("q8")

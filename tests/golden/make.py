@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
-from kvsnap.formats.names import chain_names, token_array
+from kvsnap.formats.names import ZERO_PARENT, chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.tenant import Tenant
@@ -87,6 +88,28 @@ def block(codec: str) -> Packed:
     return pack_block(record, get_codec(codec), LAYOUT, rows(16, 32))
 
 
+def lossy_block(codec: str) -> Packed:
+    """The first block of a chain in a lossy codec: sinks, an outlier channel, a token that is no
+    number."""
+    chosen, layout = get_codec(codec), Layout(groups=(LAYOUT.groups[0],))
+    root = root_of(replace(IDENTITY, layout=layout, fidelity=chosen.fidelity), TENANT)
+    (name,) = chain_names(root.key, IDS[:16], 16)
+    made = layout.empty(16)
+    for number, array in enumerate(made.values()):
+        at = np.arange(array.size, dtype=np.float64).reshape(array.shape)
+        values = (at * 0.6180339887498949 + number) % 1.0 * 4 - 2  # exact arithmetic, no libm
+        values[..., 3] *= 64
+        if array.dtype == np.uint16 and number == 0:
+            array[...] = values.astype("<f2").view("<u2")
+        else:
+            array[...] = values.astype("<f4").view("<u4") >> np.uint32(16)
+        array[1, 9, 5] = 0x7F80 if number else 0x7C00
+    record = BlockRecord(
+        name, ZERO_PARENT, root.root_id, 0, IDS[:16], root.identity, fidelity=root.fidelity
+    )
+    return pack_block(record, chosen, layout, made)
+
+
 def session(codec: str) -> Packed:
     root = root_of(IDENTITY, TENANT)
     record = SessionRecord(
@@ -114,5 +137,9 @@ if __name__ == "__main__":
             path = folder / f"{kind}-{codec}.safetensors"
             path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
             print(path, packed.file_digest)
+    for codec in ("q8", "q4"):
+        path = folder / f"block-{codec}.safetensors"
+        path.write_bytes(b"".join(bytes(memoryview(b)) for b in lossy_block(codec).buffers))
+        print(path, lossy_block(codec).file_digest)
     (folder / "pin.safetensors").write_bytes(b"".join(bytes(b) for b in pin().buffers))
     print(folder / "pin.safetensors", pin().file_digest)

@@ -1,0 +1,158 @@
+"""Parts of a `kvtc` block: up to 64 tokens of a group of layers as integers, and as bytes.
+
+    y = means * step / FINER + integers * step / f      f: the token's weight
+
+A component's mean over the tokens is coded on its own, finer, and last: it takes up what rounding
+made of the mean of the integers. Errors that tokens share add up in attention where others cancel.
+Components that a step leaves little of keep their mean only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.formats.codecs import entropy
+from kvsnap.formats.codecs.calibration import LayerGroup
+from kvsnap.formats.errors import Damaged
+from kvsnap.formats.layout import Array
+
+TOKENS = 64
+FINER = 4
+"""Of the means: the fraction of a step that they are rounded to."""
+DROPPED = 0.125
+"""Of a step: components whose mean magnitude is less have no integers."""
+FORGOTTEN = 0.03
+"""Of a step: components whose mean magnitude is less are left out."""
+_MEANS_FROM = 16
+"""Tokens: fewer have no means."""
+_LARGEST = 32767
+_WEIGHTS = (-12, 24)
+"""Quarters of an octave, as are all of these."""
+_LOUDNESS = (-40, 16)
+_LOUD_FROM = 0.4
+"""Steps: components with a smaller mean magnitude say nothing of how loud a token is."""
+_SIDE_CLASS = 26
+"""Entropy class of weights and loudness: magnitudes of 6."""
+_EDGE = math.sqrt(math.sqrt(math.sqrt(2.0)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """`weights` int8 [tokens], quarters of an octave; `means` int16 [components]; `integers` int16
+    [tokens, components], fewer of them."""
+
+    weights: Array
+    means: Array
+    integers: Array
+
+
+def make_part(group: LayerGroup, step: float, components: Array, weights: Array) -> Part:
+    """From unweighted components float32 [tokens, kept]. What int16 cannot hold is cut: the caller
+    compares what comes back."""
+    count, means = _counts(group, step)
+    scale = _factor(weights)[:, None] / np.float32(step)
+    fine = np.float32(FINER / step)
+    found = np.zeros(means, np.int16)
+    if len(components) >= _MEANS_FROM:
+        found = _cut(components[:, :means].mean(axis=0) * fine)
+    integers = _cut((components[:, :count] - found[:count] / fine) * scale)
+    if len(components) >= _MEANS_FROM:
+        found[:count] = _cut((components[:, :count] - integers / scale).mean(axis=0) * fine)
+    return Part(weights, found, integers)
+
+
+def vectors(group: LayerGroup, step: float, part: Part) -> Array:
+    """float32 [tokens, width] that a part stands for."""
+    count = part.integers.shape[1]
+    means = part.means * np.float32(step / FINER)
+    scaled = part.integers * (np.float32(step) / _factor(part.weights))[:, None]
+    again: Array = scaled @ group.basis[:count]
+    again += means @ group.basis[: len(means)] + group.mean
+    return again
+
+
+def told_weights(group: LayerGroup, components: Array) -> Array:
+    """int8 [tokens] for unweighted components [tokens, kept]."""
+    found: Array = np.rint(group.features(components) @ group.weigher * entropy.PER_OCTAVE)
+    return found.clip(*_WEIGHTS).astype(np.int8)
+
+
+def deviations(step: float, weights: Array) -> Array:
+    """float32 [tokens]: a step at each token's weight."""
+    found: Array = np.float32(step) / _factor(weights)
+    return found
+
+
+def pack_part(group: LayerGroup, step: float, part: Part) -> list[bytes]:
+    """Three entropy codes: what is told of tokens and means, means, integers."""
+    spread = group.spread / np.float32(step)
+    integers = part.integers * np.float32(1)
+    loudness = _level(np.abs(integers), spread[: integers.shape[1]])
+    own = spread[: len(part.means)] * np.float32(FINER)
+    level = _level(np.abs(part.means[None] * np.float32(1)), own)
+    side = np.concatenate([part.weights.astype(np.int16), loudness, level])
+    return [
+        entropy.encode(side, np.full(len(side), _SIDE_CLASS, np.uint8)),
+        entropy.encode(part.means, _classes(group, step / FINER, len(part.means), level)),
+        entropy.encode(
+            part.integers.T.reshape(-1), _classes(group, step, integers.shape[1], loudness)
+        ),
+    ]
+
+
+def unpack_part(
+    group: LayerGroup, step: float, tokens: int, take: Callable[[], memoryview]
+) -> Part:
+    """Inverse of `pack_part`; `take` gives one code after the other."""
+    count, means = _counts(group, step)
+    side = entropy.decode(take(), np.full(2 * tokens + 1, _SIDE_CLASS, np.uint8))
+    weights, loudness, level = side[:tokens], side[tokens:-1], side[-1:]
+    for numbers, (low, high) in ((weights, _WEIGHTS), (side[tokens:], _LOUDNESS)):
+        if numbers.min() < low or numbers.max() > high:
+            raise Damaged("a token's weight or loudness is out of range")
+    found = entropy.decode(take(), _classes(group, step / FINER, means, level))
+    integers = entropy.decode(take(), _classes(group, step, count, loudness))
+    return Part(weights.astype(np.int8), found, integers.reshape(-1, tokens).T)
+
+
+def _level(sizes: Array, expected: Array) -> Array:
+    """int16 [tokens]: how much larger than expected the sizes [tokens, components] are."""
+    telling = max(1, int(np.count_nonzero(expected >= _LOUD_FROM)))
+    ratio = (sizes[:, :telling] / expected[:telling]).mean(axis=1)
+    level: Array = np.rint(np.log2(np.maximum(ratio, 1e-6)) * entropy.PER_OCTAVE)
+    return level.clip(*_LOUDNESS).astype(np.int16)
+
+
+def _counts(group: LayerGroup, step: float) -> tuple[int, int]:
+    """How many components have integers, and means."""
+    spread = group.spread.astype(np.float64)
+    kept, told = (int((spread >= step * share).sum()) for share in (DROPPED, FORGOTTEN))
+    return max(1, kept), max(1, told)
+
+
+def _classes(group: LayerGroup, step: float, count: int, levels: Array) -> Array:
+    """Entropy classes [count * levels]. Only products and comparisons: the same everywhere."""
+    own = np.searchsorted(_edges() * step, group.spread[:count].astype(np.float64))
+    classes = own.astype(np.int16)[:, None] + levels
+    return classes.clip(0, entropy.CLASSES - 1).astype(np.uint8).reshape(-1)
+
+
+@functools.cache
+def _edges() -> Array:
+    """Where one class ends and the next begins."""
+    return np.array([entropy.mean_magnitude(n) * _EDGE for n in range(entropy.CLASSES - 1)])
+
+
+def _cut(values: Array) -> Array:
+    return np.rint(values).clip(-_LARGEST, _LARGEST).astype(np.int16)
+
+
+def _factor(weights: Array) -> Array:
+    """float32 [tokens]: what a token's components are multiplied by."""
+    found: Array = np.exp2(weights.astype(np.float32) / np.float32(entropy.PER_OCTAVE))
+    return found

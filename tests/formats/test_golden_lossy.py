@@ -1,0 +1,70 @@
+"""Blocks that an earlier kvsnap stored with loss decode to the same rows, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsnap.formats.block import BlockFile, parse_block
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.identity import root_of
+from kvsnap.formats.names import block_name
+from kvsnap.formats.tenant import Tenant
+
+FOLDER = Path(__file__).parents[1] / "golden" / "v0"
+TENANT = Tenant(bytes(range(32)))
+FILE = {
+    "q8": "696f243b6b678f283e0b0d8d0f3eefa0544f0afe520a268c6c3d62c1209e7544",
+    "q4": "a2074789fb8f463371f1f2da1bc0a82c9bbe527f5a68703247f48f01fef15e9e",
+}
+FIDELITY = {"q8": "q8@1", "q4": "q4@1;step=0.2"}
+ROWS = {
+    "q8": "4d6705716ae71d050b77c3c1acd6b3e911ddc1d8f992d97a949d6b685da5f78e",
+    "q4": "c95429658300924086d298b7c66a7cb8c98302f41fc60c66580abffc0e7a656e",
+}
+codecs = pytest.mark.parametrize("codec", FILE)
+
+
+def block(codec: str) -> BlockFile:
+    buffer = memoryview((FOLDER / f"block-{codec}.safetensors").read_bytes())
+    assert check_file_digest(buffer) == FILE[codec]
+    return parse_block(buffer)
+
+
+def rows(codec: str) -> dict[str, np.ndarray]:
+    found = block(codec)
+    made = found.layout().empty(16)
+    found.decode_into(found.layout(), made)
+    return made
+
+
+@codecs
+def test_the_rows_are_the_recorded_ones(codec: str) -> None:
+    made = rows(codec)
+    data = b"".join(made[name].tobytes() for name in sorted(made))
+    assert hashlib.sha256(data).hexdigest() == ROWS[codec]
+
+
+@codecs
+def test_the_block_says_its_fidelity_and_its_name_follows_from_it(codec: str) -> None:
+    found = block(codec)
+    assert found.record.fidelity == FIDELITY[codec] == get_codec(codec).fidelity
+    assert (found.codec.id, found.codec) == (codec, get_codec(codec))
+    found.check_content()
+    root = root_of(found.record.identity, TENANT)
+    assert (root.fidelity, root.root_id) == (found.record.fidelity, found.record.root_id)
+    name = block_name(root.key, found.record.parent, found.record.token_ids)
+    assert name == found.record.name
+
+
+@codecs
+def test_sinks_and_what_is_no_number_are_in_the_file_exactly(codec: str) -> None:
+    tensors = block(codec).tensors
+    assert np.frombuffer(tensors["full.k.kept"].data, "<u4").tolist() == [0, 1, 2, 3, 9]
+    assert tensors["full.k.exact"].shape == (2, 5, 2, 8)
+    assert rows(codec)["full.k"][1, 9, 5] == 0x7C00
+    assert rows(codec)["full.v"][1, 9, 5] == 0x7F80
