@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsnap.cli.main import App
-from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from kvsnap.formats.codecs import Codec
@@ -25,7 +25,10 @@ Examples:
   kvsnap bench codecs --model m.gguf --texts my-texts --plot codecs.png
   kvsnap bench codecs --codec q8 --codec "q4;step=0.3" --engine llama.cpp
 """
-OUTLIER_PAIRS, OUTLIER_FACTOR = (3, 11, 27), 30.0
+STEPS = {"kvtc": [f"kvtc;step={step}" for step in (0.0045, 0.008, 0.014, 0.02)]}
+"""Of what is measured by default, in the place of the codec's own default."""
+OUTLIERS = "+outliers"
+"""Added to the weights' digest: the calibration of the model with scaled channels is another."""
 
 
 @click.command("codecs", epilog=EXAMPLES)
@@ -74,8 +77,8 @@ OUTLIER_PAIRS, OUTLIER_FACTOR = (3, 11, 27), 30.0
 @click.option(
     "--outliers",
     is_flag=True,
-    help=f"Scale {len(OUTLIER_PAIRS)} channel pairs of K by {OUTLIER_FACTOR:.0f} in every head, and"
-    " Q against it: the same model, with the outliers that some have (float32 only).",
+    help="Scale a few channel pairs of K by 30 in every head, and Q against it: the same model, with"
+    " the outliers that some have (float32 only).",
 )
 @click.option(
     "--plot",
@@ -116,8 +119,8 @@ def command(
         read = read_texts(texts or default)
         runner, tokenize = _runner(path, engine, context + tokens, stack)
         if outliers:
-            runner.scale_keys(OUTLIER_PAIRS, OUTLIER_FACTOR)
-        chosen = _codecs(app, codecs, path, runner.layout)
+            runner.scale_keys()
+        chosen = _codecs(app, codecs, path, outliers)
         bars = contextlib.ExitStack()
         drawn: dict[str, Any] = {}
 
@@ -165,13 +168,31 @@ def _runner(path: Path, engine: str, tokens: int, stack: contextlib.ExitStack) -
     return LiveModel(adapter), lambda text: adapter.tokenize(text, first=True)
 
 
-def _codecs(app: App, asked: Sequence[str], model: Path, layout: Any) -> list[Codec]:
+def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list[Codec]:
+    """Those that were asked for, else all; calibrated ones with the store's newest calibration of
+    the model, or left out with a warning."""
+    from kvsnap.engines.weights_of import weights_digest
     from kvsnap.formats.codecs import get_codec, known_codecs
 
-    try:
-        return [get_codec(text) for text in asked or known_codecs()]
-    except Unsupported as error:
-        raise UsageError(error.what, error.hint) from error
+    texts = [t for own in known_codecs() for t in STEPS.get(own, (own,))]
+    found: list[Codec] = []
+    with app.store() as store:
+        for text in asked or texts:
+            try:
+                codec = get_codec(text)
+            except Unsupported as error:
+                raise UsageError(error.what, error.hint) from error
+            try:
+                weights = weights_digest(model, store.file_digest) + OUTLIERS * outliers
+                codec = store.calibrations.complete(codec, weights)
+                store.calibrations.prepare(codec)
+            except (NotFound, Unsupported) as error:
+                if asked:
+                    raise
+                app.out.warn(f"{text} is left out: {error.what}")
+                continue
+            found.append(codec)
+    return found
 
 
 def _report(app: App, found: CodecBench, title: str, engine: str) -> None:

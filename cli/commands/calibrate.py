@@ -41,8 +41,9 @@ Examples:
     show_default=True,
     help="How many to learn from; half of them are written by the model itself.",
 )
+@click.option("--outliers", is_flag=True, hidden=True, help="For kvsnap bench codecs --outliers.")
 @click.pass_obj
-def command(app: App, model: Path, texts: Path | None, tokens: int) -> None:
+def command(app: App, model: Path, texts: Path | None, tokens: int, outliers: bool) -> None:
     """Learn what codec kvtc needs to know of a model, once; a file of the store.
 
     The model is run in float32 through transformers (extra hf), forwards and backwards. The result
@@ -50,6 +51,7 @@ def command(app: App, model: Path, texts: Path | None, tokens: int) -> None:
     it to be read, so it goes along when they are copied by hand.
     """
     from kvsnap.cli import interrupt
+    from kvsnap.cli.commands.bench_codecs import OUTLIERS
     from kvsnap.engines.weights_of import weights_digest
     from kvsnap.kvstore.measure.bench_codecs import read_texts
     from kvsnap.kvstore.measure.calibrate import calibrate
@@ -59,8 +61,10 @@ def command(app: App, model: Path, texts: Path | None, tokens: int) -> None:
     started = time.perf_counter()
     given = list(read_texts(texts).values()) if texts is not None else own_texts()
     runner = Float32Model(model)
+    if outliers:
+        runner.scale_keys()
     with app.store() as store:
-        weights = weights_digest(model, store.file_digest)
+        weights = weights_digest(model, store.file_digest) + OUTLIERS * outliers
         app.out.say("the model writes half of the text itself, which shows no progress")
         with bar(app.out, "calibrate", "texts") as draw:
 

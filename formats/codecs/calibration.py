@@ -8,9 +8,12 @@ of PlaneRope's "halves", are one vector x of layers * heads * dim values a token
     y = f * (x - mean) @ encoder          f: the token's weight, from `weigher`
     x = y @ basis / f + mean              encoder = metric @ basis.T
 
-    GROUP.PLANE.N.basis     F16 [kept, width]      components, the most spread first, each channel
+    GROUP.PLANE.N.basis     F16 [major, width]     components, the most spread first, each channel
                                                    divided by its `scale`
+    GROUP.PLANE.N.minor     U8 (int8 bits) [kept - major, width]   the others, each divided by its
+                                                   `unit` too: they never count for many steps
     GROUP.PLANE.N.scale     F32 [width]
+    GROUP.PLANE.N.unit      F32 [kept - major]
     GROUP.PLANE.N.mean      F32 [width]
     GROUP.PLANE.N.metric    F32 [layers * heads, dim, dim]  what an error costs, a block a head
     GROUP.PLANE.N.spread    F32 [kept]             mean |y| of each component, falling
@@ -41,7 +44,20 @@ FEATURES = FIRST + 3
 """They, the logarithms of the energy in them and in the rest, and a constant."""
 _FAR = 8.0
 """Mean magnitudes; components beyond count as this far out."""
-_TENSORS = ("basis", "mean", "metric", "scale", "spread", "weigher")
+_KINDS = {
+    "basis": "F16",
+    "mean": "F32",
+    "metric": "F32",
+    "minor": "U8",
+    "scale": "F32",
+    "spread": "F32",
+    "unit": "F32",
+    "weigher": "F32",
+}
+_DTYPES = {"F16": "<f2", "F32": "<f4", "U8": "<i1"}
+_MINOR = 8.0
+"""Finest steps: components with a smaller mean magnitude are stored in a byte a value, which is off
+by 1 % of the component. It halves the file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +127,10 @@ def pack_calibration(calibration: Calibration) -> Packed:
     tensors = []
     for name, plane in sorted(calibration.planes.items()):
         for number, group in enumerate(plane.groups):
-            tensors += [(f"{name}.{number}.{key}", t) for key, t in _group_tensors(group)]
+            tensors += [
+                (f"{name}.{number}.{key}", t)
+                for key, t in _group_tensors(group, calibration.finest)
+            ]
     shapes = {
         name: {"layers": [group.layers for group in plane.groups], "row": list(plane.row)}
         for name, plane in calibration.planes.items()
@@ -171,22 +190,30 @@ def find(digest: str) -> Calibration:
         ) from None
 
 
-def _group_tensors(group: LayerGroup) -> list[tuple[str, Tensor]]:
-    highest = np.abs(group.basis).max(axis=0, initial=0)
-    scale = np.where(highest > 0, highest, 1).astype("<f4")
+def _group_tensors(group: LayerGroup, finest: float) -> list[tuple[str, Tensor]]:
+    scale = _scale(group.basis, axis=0)
+    basis = group.basis / scale
+    major = int((group.spread >= _MINOR * finest).sum())
+    unit = _scale(basis[major:], axis=1) / np.float32(127)
     arrays = {
-        "basis": (group.basis / scale).astype("<f2"),
-        "mean": group.mean.astype("<f4"),
-        "metric": group.metric.astype("<f4"),
+        "basis": basis[:major],
+        "mean": group.mean,
+        "metric": group.metric,
+        "minor": np.rint(basis[major:] / unit[:, None]),
         "scale": scale,
-        "spread": group.spread.astype("<f4"),
-        "weigher": group.weigher.astype("<f4"),
+        "spread": group.spread,
+        "unit": unit,
+        "weigher": group.weigher,
     }
-    kinds = {2: "F16", 4: "F32"}
     return [
-        (key, Tensor(kinds[array.itemsize], array.shape, np.ascontiguousarray(array)))
-        for key, array in arrays.items()
+        (key, Tensor(kind, arrays[key].shape, arrays[key].astype(_DTYPES[kind], order="C")))
+        for key, kind in _KINDS.items()
     ]
+
+
+def _scale(basis: Array, axis: int) -> Array:
+    highest = np.abs(basis).max(axis=axis, initial=0)
+    return np.where(highest > 0, highest, 1).astype(np.float32)
 
 
 def _read_group(
@@ -194,33 +221,39 @@ def _read_group(
 ) -> LayerGroup:
     heads, dim = row
     width = layers * heads * dim
-    found = {key: left.pop(prefix + key, None) for key in _TENSORS}
-    basis = found["basis"]
-    kept = basis.shape[0] if basis is not None and basis.shape else 0
+    found = {key: left.pop(prefix + key, None) for key in _KINDS}
+    major, minor = (
+        tensor.shape[0] if tensor is not None and tensor.shape else 0
+        for tensor in (found["basis"], found["minor"])
+    )
     shapes: dict[str, tuple[int, ...]] = {
-        "basis": (kept, width),
+        "basis": (major, width),
         "mean": (width,),
         "metric": (layers * heads, dim, dim),
+        "minor": (minor, width),
         "scale": (width,),
-        "spread": (kept,),
+        "spread": (major + minor,),
+        "unit": (minor,),
         "weigher": (FEATURES,),
     }
     arrays: dict[str, Array] = {}
-    for key, tensor in found.items():
-        dtype = "F16" if key == "basis" else "F32"
-        if tensor is None or tensor.dtype != dtype or tensor.shape != shapes[key]:
-            raise Damaged(f"tensor {prefix}{key} is missing or not {dtype} {shapes[key]}")
-        array = np.frombuffer(tensor.data, f"<f{2 if dtype == 'F16' else 4}").astype(np.float32)
+    for key, kind in _KINDS.items():
+        tensor = found[key]
+        if tensor is None or tensor.dtype != kind or tensor.shape != shapes[key]:
+            raise Damaged(f"tensor {prefix}{key} is missing or not {kind} {shapes[key]}")
+        array = np.frombuffer(tensor.data, _DTYPES[kind]).astype(np.float32)
         if not np.isfinite(array).all():
             raise Damaged(f"tensor {prefix}{key} holds values that are no numbers")
         arrays[key] = array.reshape(tensor.shape)
-    spread = arrays["spread"]
-    if kept == 0 or kept > width or (spread <= 0).any() or (np.diff(spread) > 0).any():
+    spread, metric = arrays["spread"], arrays["metric"]
+    if not 0 < len(spread) <= width or (spread <= 0).any() or (np.diff(spread) > 0).any():
         raise Damaged(f"tensor {prefix}spread is not a falling list of spreads")
-    arrays["basis"] *= arrays.pop("scale")
-    if not np.isfinite(arrays["basis"]).all() or not _positive(arrays["metric"]):
+    with np.errstate(over="ignore"):
+        basis = np.concatenate([arrays["basis"], arrays["minor"] * arrays["unit"][:, None]])
+        basis *= arrays["scale"]
+    if not np.isfinite(basis).all() or not _positive(metric):
         raise Damaged(f"the basis or the metric of {prefix[:-1]} cannot be used")
-    return LayerGroup(layers=layers, **arrays)
+    return LayerGroup(layers, basis, arrays["mean"], metric, spread, arrays["weigher"])
 
 
 def _positive(metric: Array) -> bool:

@@ -97,7 +97,7 @@ def _push(states: Array, frequency: Array, start: Array) -> Array:
     limit = frequency << np.uint32(32 - _BITS)
     words = []
     for step in range(len(frequency) - 1, -1, -1):
-        full = np.flatnonzero(states >= limit[step])
+        (full,) = (states >= limit[step]).nonzero()
         moved = states[full]
         words.append(moved.astype("<u2"))
         states[full] = moved >> np.uint32(16)
@@ -119,13 +119,13 @@ def _pull(states: Array, words: Array, table: Array) -> tuple[Array, int]:
     for at, entry in zip(index, entries, strict=True):
         np.bitwise_and(states, mask, out=slot)
         np.bitwise_or(slot, at, out=slot)
-        np.take(slots, slot, out=entry, mode="wrap")  # "raise" would copy; none is out of range
+        slots.take(slot, out=entry, mode="wrap")  # "raise" would copy; none is out of range
         np.right_shift(states, bits, out=states)
         np.multiply(states, entry >> twenty, out=states)
         np.right_shift(entry, eight, out=slot)
         np.bitwise_and(slot, mask, out=slot)
         np.add(states, slot, out=states)
-        empty = np.flatnonzero(states < low)
+        (empty,) = (states < low).nonzero()
         end = used + len(empty)
         if end > count:
             raise Damaged("codes end before their values do")

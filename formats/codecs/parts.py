@@ -52,28 +52,38 @@ class Part:
 
 
 def make_part(group: LayerGroup, step: float, components: Array, weights: Array) -> Part:
-    """From unweighted components float32 [tokens, kept]. What int16 cannot hold is cut: the caller
-    compares what comes back."""
-    count, means = _counts(group, step)
+    """From unweighted components float32 [tokens, kept] that are `possible`. Integers that int16
+    cannot hold are cut: the caller compares what comes back."""
+    count, told = _counts(group, step)
     scale = _factor(weights)[:, None] / np.float32(step)
     fine = np.float32(FINER / step)
-    found = np.zeros(means, np.int16)
+    found = np.zeros(told, np.int16)
     if len(components) >= _MEANS_FROM:
-        found = _cut(components[:, :means].mean(axis=0) * fine)
-    integers = _cut((components[:, :count] - found[:count] / fine) * scale)
+        found = _whole(components[:, :told].mean(axis=0) * fine)
+    integers = _whole((components[:, :count] - found[:count] / fine) * scale)
     if len(components) >= _MEANS_FROM:
-        found[:count] = _cut((components[:, :count] - integers / scale).mean(axis=0) * fine)
+        found[:count] = _whole((components[:, :count] - integers / scale).mean(axis=0) * fine)
     return Part(weights, found, integers)
 
 
 def vectors(group: LayerGroup, step: float, part: Part) -> Array:
     """float32 [tokens, width] that a part stands for."""
-    count = part.integers.shape[1]
+    (tokens, count), told = part.integers.shape, len(part.means)
     means = part.means * np.float32(step / FINER)
-    scaled = part.integers * (np.float32(step) / _factor(part.weights))[:, None]
-    again: Array = scaled @ group.basis[:count]
-    again += means @ group.basis[: len(means)] + group.mean
-    return again
+    scaled = np.empty((tokens + 1, count), np.float32)
+    np.multiply(part.integers, deviations(step, part.weights)[:, None], out=scaled[:tokens])
+    scaled[tokens] = means[:count]
+    again = scaled @ group.basis[:count]
+    shared = again[tokens] + means[count:] @ group.basis[count:told] + group.mean
+    again[:tokens] += shared
+    return again[:tokens]
+
+
+def possible(step: float, components: Array) -> Array:
+    """bool [tokens]: whether unweighted components are such that int16 holds their means; false for
+    NaN. One token of others would spoil the means of all."""
+    found: Array = np.abs(components).max(axis=1) <= step * (_LARGEST / FINER)
+    return found
 
 
 def told_weights(group: LayerGroup, components: Array) -> Array:
@@ -91,10 +101,10 @@ def deviations(step: float, weights: Array) -> Array:
 def pack_part(group: LayerGroup, step: float, part: Part) -> list[bytes]:
     """Three entropy codes: what is told of tokens and means, means, integers."""
     spread = group.spread / np.float32(step)
-    integers = part.integers * np.float32(1)
+    integers = part.integers.astype(np.float32)
     loudness = _level(np.abs(integers), spread[: integers.shape[1]])
     own = spread[: len(part.means)] * np.float32(FINER)
-    level = _level(np.abs(part.means[None] * np.float32(1)), own)
+    level = _level(np.abs(part.means[None].astype(np.float32)), own)
     side = np.concatenate([part.weights.astype(np.int16), loudness, level])
     return [
         entropy.encode(side, np.full(len(side), _SIDE_CLASS, np.uint8)),
@@ -148,7 +158,7 @@ def _edges() -> Array:
     return np.array([entropy.mean_magnitude(n) * _EDGE for n in range(entropy.CLASSES - 1)])
 
 
-def _cut(values: Array) -> Array:
+def _whole(values: Array) -> Array:
     return np.rint(values).clip(-_LARGEST, _LARGEST).astype(np.int16)
 
 

@@ -28,6 +28,11 @@ neighbours; transformers undoes that when it loads them, and rotates halves (con
 `LlamaModel.permute`)."""
 
 
+OUTLIER_PAIRS, OUTLIER_FACTOR = (3, 11, 27), 30.0
+"""Outlier channels as some models have them by nature: 4-bit codecs that share a scale between
+channels fall apart there."""
+
+
 @dataclass(frozen=True)
 class _Layers:
     """One group: the model's layers of one kind of attention, in order."""
@@ -97,7 +102,9 @@ class Float32Model:
             logits = self.model(self._batch(token_ids), past_key_values=cache).logits
         return self.torch.log_softmax(logits[0].float(), -1)
 
-    def scale_keys(self, pairs: tuple[int, ...], factor: float) -> None:
+    def scale_keys(
+        self, pairs: tuple[int, ...] = OUTLIER_PAIRS, factor: float = OUTLIER_FACTOR
+    ) -> None:
         """Multiply these pairs of K's channels in every layer and head, and divide Q's: the same
         function, with the outlier channels that some models have by nature."""
         channels = [j for pair in pairs for j in (pair, pair + self.dim // 2)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from kvsnap.formats.codecs import CODECS, DEFAULT_CODEC, Stretch, get_codec
+from kvsnap.formats.codecs import CODECS, DEFAULT_CODEC, Stretch, compiled, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.layout import Plane
@@ -148,3 +149,20 @@ def test_decoded_rows_are_the_callers_own_not_views_of_the_file() -> None:
     )
     data[0] = 1
     assert out[0, 0, 0] == 0
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_compiled_joining_of_byte_planes_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(compiled.VARIABLE, "1")
+    compiled.joiner.cache_clear()
+    try:
+        assert compiled.joiner() is not None
+        for plane in (PLANES["f16"], PLANES["f32"]):
+            rows, at = pattern(plane, "random bits"), Stretch("full.k", plane, 0)
+            out = np.empty_like(rows)
+            get_codec("zstd").decode(at, get_codec("zstd").encode(at, rows), out)
+            assert np.array_equal(out, rows)
+    finally:
+        compiled.joiner.cache_clear()
