@@ -80,7 +80,7 @@ class LayerGroup:
 
     def features(self, y: Array) -> Array:
         """[tokens, FEATURES] of unweighted components [tokens, kept]: what `weigher` multiplies."""
-        ratio = y / self.spread
+        ratio = np.clip(y / self.spread, -1e9, 1e9)  # so that no square overflows
         found = np.zeros((len(y), FEATURES), np.float32)
         first = ratio[:, :FIRST]
         found[:, : first.shape[1]] = np.clip(first, -_FAR, _FAR)

@@ -7,12 +7,13 @@ above `_WIDEST` leave their low bits out of the code and store them as they are.
 
 Many coders (lanes) work side by side, one value of each a step, so that numpy does the loop (J. Duda,
 arXiv 1311.2540; F. Giesen, arXiv 1402.3392). States are 32 bits, words 16. A lane starts from 2^16
-plus a word of the low bits, which makes its last state worth storing: without that 256 lanes cost
-512 bytes, 1 % of a block. Tables come from IEEE additions, products, quotients and square roots in
-a fixed order, so they are the same on every machine.
+plus a word of what is stored as it is, which the decoder's last state gives back: else 256 lanes cost
+512 bytes, 1 % of a plane. Tables come from IEEE additions, products, quotients and square roots in a
+fixed order, so they are the same on every machine.
 
     u32 states of the lanes | u16 words, in the order the decoder takes them
-    | u16 low bits, then values that their class has no symbol for, as far as no state holds them
+    | u16 words stored as they are, as far as no state holds them:
+    low bits | values that their class has no symbol for | number of extra words, extra words
 """
 
 from __future__ import annotations
@@ -42,16 +43,21 @@ _STEPS = 128
 _LOW = 1 << 16
 
 
-def encode(values: Array, classes: Array) -> bytes:
-    """Code int16 values of the classes given (uint8, same length, below `CLASSES`)."""
+def encode(values: Array, classes: Array, extra: bytes = b"") -> bytes:
+    """Code int16 values of the classes given (uint8, same length, below `CLASSES`). `extra`, of even
+    length up to 128 KiB, is stored beside them, much of it for nothing."""
     shifts = _shifts()[classes]
     high, raw = _split(values.astype(np.int32), shifts)
     frequency, start, _ = _tables()
-    table = np.minimum(classes, _narrowed()[classes])
+    table = _narrowed()[classes]
     symbols = high + _LARGEST
     np.putmask(symbols, np.abs(high) > _LARGEST, _OTHER)
     np.putmask(symbols, frequency[table, symbols] == 0, _OTHER)
-    raw = np.concatenate([raw, high[symbols == _OTHER].astype("<i2").view("<u2")])
+    others = high[symbols == _OTHER].astype("<i2").view("<u2")
+    parts = [raw, others]
+    if extra:
+        parts += [np.array([len(extra) // 2], "<u2"), np.frombuffer(extra, "<u2")]
+    raw = np.concatenate(parts)
     lanes = _lanes(len(values))
     padding = -len(values) % lanes
     table = np.pad(table, (0, padding)).reshape(-1, lanes)
@@ -62,8 +68,9 @@ def encode(values: Array, classes: Array) -> bytes:
     return states.astype("<u4").tobytes() + words.tobytes() + raw[lanes:].tobytes()
 
 
-def decode(data: memoryview, classes: Array) -> Array:
-    """The int16 values that `encode` was given; `Damaged` unless `data` is exactly theirs."""
+def decode(data: memoryview, classes: Array) -> tuple[Array, bytes]:
+    """The int16 values and the extra bytes that `encode` was given; `Damaged` unless `data` is
+    exactly theirs."""
     lanes = _lanes(len(classes))
     if len(data) < 4 * lanes or len(data) % 2:
         raise Damaged(f"codes of {len(data)} bytes are cut")
@@ -74,18 +81,18 @@ def decode(data: memoryview, classes: Array) -> Array:
     symbols = symbols[: len(classes)]
     if (states >> 16 != 1).any():
         raise Damaged("codes do not end where they began")
+    raw = np.concatenate([states.astype("<u2"), words[used:]])
     shifts = _shifts()[classes]
     others = np.flatnonzero(symbols == _OTHER)
-    low_words = -(-int(shifts.sum(dtype=np.int64)) // 16)
-    inside = min(lanes, low_words + len(others))
-    raw = np.concatenate([states[:inside].astype("<u2"), words[used:]])
-    if len(raw) != low_words + len(others):
+    low = -(-int(shifts.sum(dtype=np.int64)) // 16)
+    first = low + len(others)
+    length = int(raw[first]) if first < len(raw) else 0
+    end = first + (length + 1 if length else 0)
+    if len(raw) != max(end, lanes) or raw[end:].any():
         raise Damaged("codes are longer or shorter than their values")
-    if (states[inside:] != _LOW).any():
-        raise Damaged("codes do not end where they began")
     high = symbols.astype(np.int32) - _LARGEST
-    high[others] = raw[low_words:].view("<i2")
-    return _join(high, shifts, raw[:low_words])
+    high[others] = raw[low:first].view("<i2")
+    return _join(high, shifts, raw[:low]), raw[first + 1 : end].tobytes()
 
 
 def _lanes(count: int) -> int:

@@ -12,8 +12,8 @@ integers; the matrix product that makes rows of them is rounded as the machine's
 decoded elements may differ in their last bit between machines. `max_error` has room for that.
 Encoding may differ between machines too; on one, equal rows give equal bytes.
 
-    .codes          U8: for each group of layers and 64 coded tokens three entropy codes, each after
-                    its length as u32: what is told of tokens, means, integers
+    .codes          U8: for each group of layers and 64 coded tokens two entropy codes, each after
+                    its length as u32: what is told of tokens; integers, and means in them
     .exact, .kept   see `escape`: sinks, and tokens that cannot be coded within the bound
 """
 
@@ -110,8 +110,11 @@ class Kvtc(CalibratedCodec):
         limit = np.zeros(values.shape, np.float32)
         for layers, group in _groups(plane):
             for some in _chunks(np.flatnonzero(~kept)):
-                weights = parts.told_weights(group, _components(group, values[layers, some]))
-                limit[layers, some] = self._limit(group, weights, at)
+                components = _components(group, values[layers, some])
+                exact = ~parts.possible(self.step, components)
+                components[exact] = 0
+                limit[layers, some] = self._limit(group, parts.told_weights(group, components), at)
+                limit[:, some[exact]] = 0
         limit = limit.reshape(rows.shape)
         return _with_rounding(at, limit, widen(at.plane.dtype, escape.without(rows, kept)), 1.0)
 

@@ -99,19 +99,18 @@ def deviations(step: float, weights: Array) -> Array:
 
 
 def pack_part(group: LayerGroup, step: float, part: Part) -> list[bytes]:
-    """Three entropy codes: what is told of tokens and means, means, integers."""
+    """Two entropy codes: what is told of tokens and means; integers, with the means in them."""
     spread = group.spread / np.float32(step)
-    integers = part.integers.astype(np.float32)
-    loudness = _level(np.abs(integers), spread[: integers.shape[1]])
+    integers = part.integers
+    loudness = _level(np.abs(integers.astype(np.float32)), spread[: integers.shape[1]])
     own = spread[: len(part.means)] * np.float32(FINER)
     level = _level(np.abs(part.means[None].astype(np.float32)), own)
     side = np.concatenate([part.weights.astype(np.int16), loudness, level])
+    means = entropy.encode(part.means, _classes(group, step / FINER, len(part.means), level))
+    classes = _classes(group, step, integers.shape[1], loudness)
     return [
         entropy.encode(side, np.full(len(side), _SIDE_CLASS, np.uint8)),
-        entropy.encode(part.means, _classes(group, step / FINER, len(part.means), level)),
-        entropy.encode(
-            part.integers.T.reshape(-1), _classes(group, step, integers.shape[1], loudness)
-        ),
+        entropy.encode(integers.T.reshape(-1), classes, means),
     ]
 
 
@@ -119,15 +118,15 @@ def unpack_part(
     group: LayerGroup, step: float, tokens: int, take: Callable[[], memoryview]
 ) -> Part:
     """Inverse of `pack_part`; `take` gives one code after the other."""
-    count, means = _counts(group, step)
-    side = entropy.decode(take(), np.full(2 * tokens + 1, _SIDE_CLASS, np.uint8))
+    count, told = _counts(group, step)
+    side, _ = entropy.decode(take(), np.full(2 * tokens + 1, _SIDE_CLASS, np.uint8))
     weights, loudness, level = side[:tokens], side[tokens:-1], side[-1:]
     for numbers, (low, high) in ((weights, _WEIGHTS), (side[tokens:], _LOUDNESS)):
         if numbers.min() < low or numbers.max() > high:
             raise Damaged("a token's weight or loudness is out of range")
-    found = entropy.decode(take(), _classes(group, step / FINER, means, level))
-    integers = entropy.decode(take(), _classes(group, step, count, loudness))
-    return Part(weights.astype(np.int8), found, integers.reshape(-1, tokens).T)
+    integers, code = entropy.decode(take(), _classes(group, step, count, loudness))
+    means, _ = entropy.decode(memoryview(code), _classes(group, step / FINER, told, level))
+    return Part(weights.astype(np.int8), means, integers.reshape(-1, tokens).T)
 
 
 def _level(sizes: Array, expected: Array) -> Array:

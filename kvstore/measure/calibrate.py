@@ -121,8 +121,15 @@ def _group(
     values = values - mean
     factor = np.ones((len(values), 1), np.float32)
     for share in _SHARES:
-        parts = (array[::share] for array in (values, gradients / factor, factor, place))
-        group = _weighted(*parts, mean, shape, finest)
+        group = _weighted(
+            values[::share],
+            gradients[::share] / factor[::share],
+            factor[::share],
+            place[::share],
+            mean,
+            shape,
+            finest,
+        )
         if share > 1:
             factor = np.exp2(group.features(values @ group.encoder) @ group.weigher)[:, None]
     return group
