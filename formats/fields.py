@@ -10,7 +10,6 @@ import numpy as np
 from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.container import Container, Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
-from kvsnap.formats.identity import EXACT
 from kvsnap.formats.names import TokenIds, token_array
 
 FORMAT_VERSION = "0"
@@ -31,18 +30,16 @@ def check_version(container: Container, kind: str) -> None:
 
 def codec_field(container: Container) -> Codec:
     """The codec of a file: a lossless one is named by its id alone, a lossy one is that of the
-    file's fidelity. A lossless codec may stand in a lossy chain: a session's tail is stored so."""
+    file's fidelity. A lossless codec may stand in a lossy chain, of a fidelity that is not even known
+    here: a session's tail is stored so, and its conversation can be read."""
     codec_id, fidelity = container.field("codec"), container.field("fidelity")
-    lossy = None if fidelity == EXACT else _lossy(fidelity)
-    codec = lossy if lossy is not None and lossy.id == codec_id else get_codec(codec_id)
-    if codec.lossy and codec is not lossy:
+    codec = get_codec(codec_id)
+    if not codec.lossy:
+        return codec
+    if fidelity.partition("@")[0] != codec_id:
         raise Damaged(f"the lossy codec {codec_id} in a file of fidelity {reprlib.repr(fidelity)}")
-    return codec
-
-
-def _lossy(fidelity: str) -> Codec:
     codec = get_codec(fidelity)
-    if not codec.lossy or codec.fidelity != fidelity:
+    if codec.fidelity != fidelity:
         raise Unsupported(f"fidelity {reprlib.repr(fidelity)} is not known to this version")
     return codec
 

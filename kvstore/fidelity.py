@@ -12,7 +12,7 @@ import dataclasses
 
 from kvsnap.engines.base import Engine, LossyRows
 from kvsnap.formats.codecs import get_codec
-from kvsnap.formats.errors import Damaged, Unsupported, UsageError
+from kvsnap.formats.errors import KvsnapError, UsageError
 from kvsnap.formats.identity import EXACT, Identity, Root
 from kvsnap.formats.names import TokenIds
 from kvsnap.formats.tenant import Tenant
@@ -24,13 +24,19 @@ def lossy_roots(store: Store, tenant: Tenant | None, identity: Identity) -> list
     """Of what is stored with loss of this model and these settings, and can be decoded here."""
     found = []
     for root in stored_roots(store, tenant):
-        with contextlib.suppress(Damaged, Unsupported):
+        with contextlib.suppress(KvsnapError):  # a file may claim any fidelity
             same = dataclasses.replace(identity, fidelity=root.fidelity).canonical()
             codec = get_codec(root.fidelity)
             if same == root.identity and codec.lossy:
                 store.calibrations.prepare(codec)
                 found.append(root)
     return found
+
+
+def held_lossy(engine: Engine, held: int) -> bool:
+    """Whether rows that were restored with loss are among the first `held` tokens in the engine."""
+    lossy = engine.lossy
+    return lossy is not None and engine.held_fidelity() != EXACT and held > lossy.start
 
 
 def usable_tokens(engine: Engine, held: int, root: Root) -> int:

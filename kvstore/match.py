@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsnap.formats.identity import Root
+from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.blocks import Blocks, Wanted
@@ -46,7 +46,11 @@ def longest_prefix(
     block_size: int,
     limit: int,
 ) -> Match:
-    """At most `limit` tokens, the last of them perhaps from the front of a sibling block."""
+    """At most `limit` tokens, the last of them perhaps from the front of a sibling block.
+
+    Of a lossy chain only the prompt's own blocks: rows from the front of another one would be coded
+    again in the prompt's, and each edit of a chat would add one loss to another.
+    """
     whole = min(len(names), limit // block_size)
     if blocks.misses:  # the index need not know of them, and galloping could jump over one
         whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
@@ -56,7 +60,8 @@ def longest_prefix(
     if tokens < limit:
         parent = names[depth - 1] if depth else ZERO_PARENT
         sibling = _best_sibling(blocks, root, parent, token_ids[tokens:], tokens, block_size)
-        if sibling is not None:
+        own = names[depth] if depth < len(names) else b""
+        if sibling is not None and (root.fidelity == EXACT or sibling.name == own):
             common = min(len(sibling.token_ids), limit - tokens)
             return Match(tokens + common, (*wanted, sibling))
     return Match(tokens, tuple(wanted))

@@ -2,12 +2,14 @@
 
 An engine has a floor of its own: llama.cpp's distributions move by a KL of about 3e-3 on the bundled
 model when nothing but the batches or the last bits of the rows change. The floor is measured in the
-same run, by rows cast to bfloat16 and back; what the limit bounds is a codec's excess over it.
+same run, by rows
+rounded to bfloat16 and back; what the limit bounds is a codec's excess over it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -57,15 +59,15 @@ class Choice:
         return next((t.excess for t in self.tried if t.codec == fidelity), 0.0)
 
     def notes(self) -> Mapping[str, Any]:
-        """For the session's notes, JSON."""
+        """For the session's notes, JSON: what is no finite number is null."""
         chosen = self.codec.fidelity if self.codec is not None else EXACT
         return {
-            "limit": self.limit,
-            "floor": self.floor,
-            "excess": self.excess,
+            "limit": _finite(self.limit),
+            "floor": _finite(self.floor),
+            "excess": _finite(self.excess),
             "codec": chosen,
             "held_out_tokens": self.held_out,
-            "tried": [asdict(t) for t in self.tried],
+            "tried": [{k: _finite(v) for k, v in asdict(t).items()} for t in self.tried],
         }
 
 
@@ -109,38 +111,52 @@ def choose_codec(
         def kl(changed: Rows) -> float:
             return float(divergence(exact, model.log_probs(context, changed, rest)).mean())
 
-        floor = kl(as_bfloat16(engine.layout, rows))
-        tried = []
+        floor = kl(nudged(engine.layout, rows))
+        tried: list[tuple[Codec, Tried]] = []
         for codec in candidates:
             try:
                 changed, size = through_files(codec, engine.layout, context, rows, block_size)
             except Unsupported:  # rows that the engine quantized itself
                 continue
             found = kl(changed)
-            tried.append(
-                Tried(codec=codec.fidelity, kl=found, excess=max(0.0, found - floor), bytes=size)
-            )
+            known = math.isfinite(found) and math.isfinite(floor)
+            excess = max(0.0, found - floor) if known else math.inf
+            told = Tried(codec=codec.fidelity, kl=found, excess=excess, bytes=size)
+            tried.append((codec, told))
     finally:
         model.put(ids, whole)
-    holding = [
-        (t.bytes, n) for n, t in enumerate(tried) if t.excess <= limit and not np.isnan(t.kl)
-    ]
-    chosen = candidates[min(holding)[1]] if holding else None
-    return Choice(codec=chosen, limit=limit, floor=floor, held_out=held_out, tried=tuple(tried))
+    holding = [(told.bytes, n) for n, (_, told) in enumerate(tried) if told.excess <= limit]
+    return Choice(
+        codec=tried[min(holding)[1]][0] if holding else None,
+        limit=limit,
+        floor=floor,
+        held_out=held_out,
+        tried=tuple(told for _, told in tried),
+    )
 
 
-def as_bfloat16(layout: Layout, rows: Rows) -> Rows:
-    """Rows rounded to bfloat16 and back to their own type: the smallest change that a restore in
-    another element type would make."""
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def nudged(layout: Layout, rows: Rows) -> Rows:
+    """Rows rounded to bfloat16 and back to their own type (of BF16: to one bit less), which is no
+    more than a restore in another element type would do."""
     return {name: _rounded(layout.planes()[name][1], array) for name, array in rows.items()}
 
 
 def _rounded(plane: Plane, rows: Array) -> Array:
-    if plane.kind != "elements" or plane.dtype not in ("F16", "F32"):
+    if plane.kind != "elements" or plane.dtype == "U8":
         return rows
+    if plane.dtype == "BF16":
+        shorter: Array = (rows + ((rows >> 1) & 1)) & np.uint16(0xFFFE)
+        return np.where((shorter & 0x7F80) == 0x7F80, rows, shorter)
     kind = np.dtype("<f2") if plane.dtype == "F16" else np.dtype("<f4")
-    values = np.ascontiguousarray(rows).view(kind).astype("<f4")
-    bits = values.view("<u4")
+    given = np.ascontiguousarray(rows).view(kind)
+    bits = given.astype("<f4").view("<u4")
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    rounded: Array = bits.view("<f4").astype(kind).view(plane.memory_dtype)
+    with np.errstate(over="ignore"):
+        found = bits.view("<f4").astype(kind)
+    found = np.where(np.isfinite(found), found, given)  # the largest halves would overflow
+    rounded: Array = found.view(plane.memory_dtype)
     return rounded

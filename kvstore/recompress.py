@@ -64,7 +64,7 @@ def recompress(
     size, layout = record.block_size, layout_of(record.identity)
     wanted = chain(chain_names(before.key, record.token_ids, size), record.token_ids, size)
     target = chain(chain_names(after.key, record.token_ids, size), record.token_ids, size)
-    written = 0
+    written, bytes_before = 0, _bytes(store, wanted)
     with store.holds.lease() as old, store.holds.lease() as new:
         if wanted and not old.keep(wanted[-1].name):
             raise _missing(name, "it was evicted")
@@ -102,7 +102,7 @@ def recompress(
         session=name,
         blocks=len(wanted),
         blocks_written=written,
-        bytes_before=_bytes(store, wanted),
+        bytes_before=bytes_before,
         bytes_after=_bytes(store, target),
         codec=codec.id,
         fidelity=after.fidelity,

@@ -36,6 +36,7 @@ from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_reader import ChainReader, Restored
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.fidelity import (
+    held_lossy,
     lossy_roots,
     note_fidelity,
     refuse_other_fidelity,
@@ -157,7 +158,7 @@ class Session:
             )
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
-        if self._allow_lossy and not self.codec.lossy and self.engine.held_fidelity() != EXACT:
+        if self._allow_lossy and not self.codec.lossy and held_lossy(self.engine, held):
             self.store_by(get_codec(self.engine.held_fidelity()))
         held = usable_tokens(self.engine, held, self.root)
         self.engine.truncate(held)
@@ -191,6 +192,14 @@ class Session:
         if not self._allow_lossy:
             return [self._exact]
         return [self._exact, *lossy_roots(self.store, self.tenant, self._identity)]
+
+    def has_lossy_only(self, report: ResumeReport) -> bool:
+        """Whether a resume found nothing because what is stored is lossy, and that was not
+        allowed."""
+        fidelity_differs = report.stopped_by.startswith("identity: fidelity is")
+        if self.codec.lossy or self._allow_lossy or not fidelity_differs:
+            return False
+        return bool(lossy_roots(self.store, self.tenant, self._identity))
 
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.

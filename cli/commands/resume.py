@@ -26,7 +26,6 @@ from kvsnap.formats.errors import (
 
 if TYPE_CHECKING:
     from kvsnap.formats.session import SessionRecord
-    from kvsnap.kvstore.reports import ResumeReport
 
 EXAMPLES = """\b
 Examples:
@@ -124,7 +123,10 @@ def command(
         result = loaded.prefill(app, made.token_ids, leave=1, store_on_the_way=False)
         report = result.report
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
-            app.out.warn(f"nothing reused: {report.stopped_by}" + ALLOW * _only_lossy(report))
+            app.out.warn(
+                f"nothing reused: {report.stopped_by}"
+                + ALLOW * loaded.session.has_lossy_only(report)
+            )
         closed = False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(made.open_bytes)
@@ -201,7 +203,3 @@ def command(
 def _kept(record: SessionRecord | None) -> dict[str, Any]:
     """Of the notes of a session what still holds after another turn: how its codec was chosen."""
     return {k: v for k, v in record.notes.items() if k == "max_kl"} if record is not None else {}
-
-
-def _only_lossy(report: ResumeReport) -> bool:
-    return report.stopped_by.startswith("identity: fidelity is")

@@ -46,7 +46,7 @@ from kvsnap.formats.codecs.uniform import (
     write_products,
 )
 from kvsnap.formats.container import Tensor
-from kvsnap.formats.errors import Damaged, UsageError
+from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.layout import ELEMENT_BYTES, Array
 
 LEVEL = 1
@@ -74,7 +74,9 @@ class Q4(Codec):
 
     def __post_init__(self) -> None:
         if not 0 < self.step <= 16:
-            raise UsageError(f"a step of {self.step} standard deviations makes no sense")
+            raise Unsupported(
+                f"codec q4 has no step of {self.step}", "it is in standard deviations, at most 16"
+            )
 
     def encode(self, at: Stretch, rows: Array) -> dict[str, Tensor]:
         check_elements(self.id, at)

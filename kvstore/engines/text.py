@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvsnap.engines.base import Engine
+from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.names import TokenIds
 
 
@@ -31,10 +32,12 @@ class TextEngine(Engine):
         Raises `UsageError` where the template refuses them, `Unsupported` where there is none.
         """
 
-    @abstractmethod
     def log_probs(self, token_ids: TokenIds) -> np.ndarray:
         """Evaluate the next tokens, and give the logarithms of the next-token distributions after
-        each: float32 [tokens, vocabulary]."""
+        each: float32 [tokens, vocabulary]. Raises `Unsupported` where an adapter does not say."""
+        raise Unsupported(
+            "this engine does not tell its next-token distributions", "save without --max-kl"
+        )
 
     @abstractmethod
     def generate(self, token_ids: TokenIds, *, temperature: float, seed: int) -> Iterator[int]:

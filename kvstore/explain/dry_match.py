@@ -48,12 +48,10 @@ class Found:
 def dry_match(session: Session, ids: TokenIds, *, check: bool = False) -> Found:
     """What is stored of `ids`, all but the last token. A file that is missing is noticed; what is
     in the files only with `check`, which reads and decodes them."""
-    best = _under(session, session.root, ids, check)
-    for root in session.roots():
-        if root != session.root:
-            other = _under(session, root, ids, check)
-            best = other if other.tokens > best.tokens else best
-    return best
+    found = [_under(session, root, ids, check) for root in session.roots()]
+    best = max(found, key=lambda each: each.tokens)  # the first of equals, as in `ChainReader`
+    own = (each for each in found if each.root == session.root)
+    return best if best.tokens else next(own, best)
 
 
 def _under(session: Session, root: Root, ids: TokenIds, check: bool) -> Found:

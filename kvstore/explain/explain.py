@@ -133,8 +133,10 @@ def _end(session: Session, ids: TokenIds, found: Found) -> _End:
         all_but = "all is stored but the last token, which" if found.tokens else "the last token"
         return _End(WHOLE, f"{all_but} is always computed")
     stored = session.stored.record if session.stored is not None else None
-    if stored is not None and stored.root_id != root.root_id:
-        changed = first_difference(stored.identity, root.identity, f"session {stored.name!r}")
+    if stored is not None and stored.root_id != session.root.root_id:
+        changed = first_difference(
+            stored.identity, session.root.identity, f"session {stored.name!r}"
+        )
         if changed is not None:
             return _End(IDENTITY, str(changed), identity=changed)
     lost = found.losses[-1] if found.losses else lost_next(store, root, ids, found)

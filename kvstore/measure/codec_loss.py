@@ -130,6 +130,9 @@ def measure_loss(model: Model, codec: Codec, passages: Sequence[Passage], block_
 
 def divergence(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
     """KL(exact ‖ found) of each row of log-probabilities, in nats."""
-    total: np.ndarray = (np.exp(exact.astype(np.float64)) * (exact - found)).sum(-1)
+    share = np.exp(exact.astype(np.float64))
+    # A token that was ruled out (-inf) and has no share costs nothing, whatever stands there now.
+    with np.errstate(invalid="ignore"):
+        total: np.ndarray = np.where(share == 0, 0.0, share * (exact - found)).sum(-1)
     total[total < 0] = 0.0  # rounding of float32 leaves -1e-9 where nothing differs
     return total

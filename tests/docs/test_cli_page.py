@@ -86,4 +86,5 @@ def test_the_other_commands_print_the_fields_of_the_page(tmp_path):
     first = shown["blocks"][0]
     assert first.keys() == {"name", "stored", "bytes"}
     assert run("show", first["name"]).keys() == set(re.findall(r"`(\w+)`", block))
+    assert run("recompress", "s", "--codec", "q8").keys() == _fields(_section("recompress"))
     assert run("rm", "s").keys() == _fields(_section("rm"))

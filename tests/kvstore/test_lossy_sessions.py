@@ -183,3 +183,36 @@ def test_a_damaged_lossy_block_is_a_miss_and_stored_again(open_store: Opener) ->
     assert done.resumed.damage
     assert chains(open_store()) == {Q8: 3}
     assert turn(open_store(), StampedEngine(), IDS, "chat").resumed.reused_tokens == 56
+
+
+def test_lossy_rows_of_another_conversation_do_not_make_a_session_lossy(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = StampedEngine()
+    turn(open_store(), engine, IDS, codec="q8")
+    other = some_ids(57, 9)
+    done = turn(open_store(), engine, other, "b", allow_lossy=True)
+    assert (done.resumed.reused_tokens, done.session.root.fidelity) == (0, EXACT)
+    assert chains(open_store()) == {Q8: 3, EXACT: 3}
+    engine.check_rows()
+
+
+def test_edits_within_a_block_do_not_add_one_loss_to_another(open_store: Opener) -> None:
+    # The front of a block that parts from the prompt is not used in a lossy chain: its rows would
+    # be coded again in the prompt's own block, and again with the next edit.
+    ids = IDS.copy()
+    for edit in range(6):
+        ids[30 - edit] = 400 + edit
+        engine = StampedEngine()
+        turn(open_store(), engine, ids, codec="q4")
+        assert_within_the_bound(engine, "q4", 0 if edit == 0 else 1)
+    engine = StampedEngine()
+    done = turn(open_store(), engine, ids, codec="q4")
+    assert done.resumed.reused_tokens == 48
+    assert_within_the_bound(engine, "q4", 3)
+
+
+def test_the_front_of_the_prompts_own_block_is_used(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS[:48], codec="q8")
+    engine = StampedEngine()
+    turn(open_store(), engine, IDS[:48], codec="q8")
+    assert engine.positions == [47]

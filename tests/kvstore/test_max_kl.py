@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.errors import UsageError
 from kvsnap.formats.names import TokenIds
-from kvsnap.kvstore.max_kl import Choice, as_bfloat16, candidates_of, choose_codec
+from kvsnap.kvstore.max_kl import Choice, candidates_of, choose_codec, nudged
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.stamped import StampedEngine
@@ -98,9 +99,47 @@ def test_calibrated_codecs_are_no_candidates_without_a_calibration(open_store: O
     assert {codec.id for codec in found} == {"q8", "q4"}
 
 
-def test_a_cast_to_bfloat16_rounds_to_nearest() -> None:
+def test_the_floor_is_that_of_rows_rounded_to_bfloat16() -> None:
     engine = StampedEngine(element="F32")
     values = np.array([1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-9, -3.14159], np.float32)
     rows = {name: np.resize(values.view(np.uint32), (2, 4, 16)) for name in ("all.k", "all.v")}
-    found = as_bfloat16(engine.layout, rows)["all.k"].view(np.float32)[0, 0, :4]
+    found = nudged(engine.layout, rows)["all.k"].view(np.float32)[0, 0, :4]
     assert found.tolist() == [1.0, 1.0, 1 + 2.0**-7, -3.140625]
+
+
+def test_rows_of_every_type_are_nudged_and_stay_finite() -> None:
+    largest = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
+    for element, bits in largest.items():
+        engine = StampedEngine(element=element)
+        kind = engine.layout.planes()["all.k"][1].memory_dtype
+        some = np.array([bits, 0x3C01, 0x3C03, 0x4001], kind)
+        rows = {name: np.resize(some, (2, 4, 16)) for name in ("all.k", "all.v")}
+        found = nudged(engine.layout, rows)["all.k"]
+        assert not np.array_equal(found, rows["all.k"])
+        assert found.dtype == kind
+        top = int(found[0, 0, 0]) & (2 ** (8 * kind.itemsize - 1) - 1)
+        assert top <= bits + (0x10000 if element == "F32" else 0)
+
+
+def test_a_candidate_that_cannot_code_these_rows_is_not_chosen_for_another() -> None:
+    candidates = [get_codec("kvtc"), get_codec("q4"), get_codec("q8")]  # no calibration here
+    choice = choose_codec(held(200), candidates, 1e9, 16)  # type: ignore[arg-type]
+    assert [tried.codec for tried in choice.tried] == [c.fidelity for c in candidates[1:]]
+    assert choice.codec is not None
+    assert choice.codec.fidelity in {tried.codec for tried in choice.tried}
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_distributions_that_are_no_numbers_choose_nothing_and_can_be_noted(bad: float) -> None:
+    engine = held(200)
+    talk = engine.log_probs
+
+    def broken(ids: np.ndarray) -> np.ndarray:
+        found = talk(ids)
+        found[:, 3] = bad
+        return found
+
+    engine.log_probs = broken  # type: ignore[method-assign]
+    choice = choose(engine, 1e9)
+    json.dumps(choice.notes(), allow_nan=False)
+    assert (choice.codec is None) is bool(np.isnan(bad))

@@ -78,6 +78,7 @@ def test_a_lossless_codec_rewrites_the_files_under_their_names(
     names = {path.name for path in open_store().place.blocks.glob("*/*")}
     report = recompress(open_store(), "chat", get_codec(after))
     assert (report.blocks_written, report.fidelity) == (3, EXACT)
+    assert (report.bytes_before < report.bytes_after) is (before == "zstd")
     assert {path.name for path in open_store().place.blocks.glob("*/*")} == names
     assert open_store().index.query("SELECT DISTINCT codec FROM blocks") == [(after,)]
     engine = StampedEngine()
