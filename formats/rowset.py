@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 from blake3 import blake3
 
-from kvsnap.formats.codecs import Codec, Stretch
+from kvsnap.formats.codecs import Codec, Stretch, get_codec
 from kvsnap.formats.container import Tensor
-from kvsnap.formats.errors import Damaged
+from kvsnap.formats.errors import Damaged, KvsnapError, Unsupported
 from kvsnap.formats.layout import Layout, Rows
 
 MAX_DECODED = 2**31
@@ -22,6 +22,19 @@ MAX_DECODED = 2**31
 def contiguous(rows: Rows) -> dict[str, np.ndarray]:
     """Copies (or the arrays themselves) that are C-contiguous, as codecs and digests want them."""
     return {name: np.ascontiguousarray(array) for name, array in rows.items()}
+
+
+def check_codec(codec: Codec, layout: Layout) -> None:
+    """Raise `Unsupported` where a codec cannot take one of the planes, or what it writes could not
+    be read: before anything is computed, not when it is to be written."""
+    if codec.lossy and get_codec(codec.fidelity) != codec:
+        raise Unsupported(
+            f"codec {codec.id} cannot be found again by what it says of itself, {codec.fidelity!r}",
+            "its fields must read back from their text: numbers or words",
+        )
+    for name, (layers, plane) in layout.planes().items():
+        rows = np.zeros(plane.memory_shape(layers, 1), plane.memory_dtype)
+        codec.encode(Stretch(name, plane, 0), rows)
 
 
 def encode_rows(codec: Codec, layout: Layout, rows: Rows, start: int) -> list[tuple[str, Tensor]]:
@@ -46,7 +59,14 @@ def decode_rows(
     for name, (_, plane) in layout.planes().items():
         own = {key for key in left if key == name or key.startswith(name + ".")}
         stored = {key[len(name) :]: tensors[key] for key in own}
-        codec.decode(Stretch(name, plane, start), stored, out[name])
+        try:
+            codec.decode(Stretch(name, plane, start), stored, out[name])
+        except (KvsnapError, MemoryError):
+            raise
+        except Exception as error:  # another package's codec: a miss, and no word about the file
+            raise Unsupported(
+                f"codec {codec.id} failed on plane {name}: {type(error).__name__}: {error}"
+            ) from error
         left -= own
     if left:
         raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")

@@ -179,7 +179,9 @@ class Blocks:
                 return
             whole = layout.empty(count)
             block.decode_into(layout, whole)
-        except (Damaged, Unsupported) as error:
+        except Unsupported as error:  # says nothing against the file
+            raise self._missed(root, wanted, error.what, aside=False) from error
+        except Damaged as error:
             raise self._missed(root, wanted, error.what, aside=True) from error
         for name, array in out.items():
             array[...] = whole[name][:, tokens]

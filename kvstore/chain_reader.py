@@ -11,6 +11,7 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore.break_even import key_of
+from kvsnap.kvstore.fidelity import mark_lossy
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import Match, longest_prefix, tail_reach
 from kvsnap.kvstore.restore import read_blocks
@@ -82,6 +83,7 @@ class ChainReader:
                 continue
             if self.store.blocks.ram is not None:
                 self.store.blocks.ram.keep_chain(offer.root, match.blocks, landing.rows, held)
+            mark_lossy(self.engine, offer.root, ids[:filled], held)
             try:
                 self.engine.load(landing, ids[:filled])
                 result.tokens, result.root = filled, offer.root

@@ -47,15 +47,20 @@ def usable_tokens(engine: Engine, held: int, root: Root) -> int:
     return min(held, lossy.start)
 
 
-def note_fidelity(engine: Engine, loaded: Root | None, token_ids: TokenIds, held: int) -> None:
-    """Note on the engine what was restored with loss: `token_ids` are in it now, those from `held`
-    on stored under `loaded` (None: nothing was restored)."""
-    before = engine.lossy
-    if before is not None and held <= before.start:
-        engine.lossy = before = None
-    if loaded is not None and loaded.fidelity != EXACT:
-        start = held if before is None else before.start
-        engine.lossy = LossyRows(loaded.fidelity, start, token_ids.copy())
+def forget_lossy(engine: Engine, held: int) -> None:
+    """After the engine forgot all but `held` tokens: no mark for rows that are gone."""
+    if engine.lossy is not None and held <= engine.lossy.start:
+        engine.lossy = None
+
+
+def mark_lossy(engine: Engine, root: Root, token_ids: TokenIds, held: int) -> None:
+    """Before `token_ids` are loaded, those from `held` on from what is stored under `root`.
+
+    Before, not after: a Ctrl-C in between must not leave lossy rows in the engine unmarked.
+    """
+    if root.fidelity != EXACT:
+        start = held if engine.lossy is None else min(engine.lossy.start, held)
+        engine.lossy = LossyRows(root.fidelity, start, token_ids.copy())
 
 
 def refuse_other_fidelity(engine: Engine, root: Root) -> None:

@@ -120,12 +120,15 @@ def choose_codec(
                 continue
             found = kl(changed)
             known = math.isfinite(found) and math.isfinite(floor)
-            excess = max(0.0, found - floor) if known else math.inf
+            excess = max(0.0, found - floor) if known else math.nan
             told = Tried(codec=codec.fidelity, kl=found, excess=excess, bytes=size)
             tried.append((codec, told))
     finally:
         model.put(ids, whole)
-    holding = [(told.bytes, n) for n, (_, told) in enumerate(tried) if told.excess <= limit]
+        engine.lossy = None  # only now: if that was interrupted, nobody may store what is there
+    holding = [
+        (told.bytes, n) for n, (_, told) in enumerate(tried) if told.excess <= limit
+    ]  # NaN never is
     return Choice(
         codec=tried[min(holding)[1]][0] if holding else None,
         limit=limit,

@@ -15,10 +15,12 @@ from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
 from kvsnap.formats.errors import NotFound, PartlyDone, UsageError
 from kvsnap.formats.identity import EXACT, Root, layout_of, parse_identity, root_of
 from kvsnap.formats.names import chain_names
+from kvsnap.formats.rowset import check_codec
 from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Miss, Wanted
 from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.store import Store
 
 
@@ -44,11 +46,22 @@ def recompress(
 ) -> RecompressReport:
     """Raises `UsageError` for a session that is lossy already, `NotFound` where the session or one
     of its blocks is not there, `PartlyDone` where it was saved by somebody meanwhile."""
+    return try_again(lambda: _recompress(store, name, codec, tenant, progress))
+
+
+def _recompress(
+    store: Store,
+    name: str,
+    codec: Codec,
+    tenant: Tenant | None,
+    progress: Callable[[int, int], None],
+) -> RecompressReport:
     session = store.sessions.load(tenant_id(tenant), name)
     record = session.record
     weights = str(parse_identity(record.identity).get("weights"))
     codec = store.calibrations.complete(codec, weights)
     store.calibrations.prepare(codec)
+    check_codec(codec, layout_of(record.identity))
     if record.fidelity != EXACT:
         raise UsageError(
             f"session {name!r} is of fidelity {record.fidelity} already: coding it again would add"

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvsnap.engines.base import Engine
 from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
-    IndexDamaged,
     NotAllStored,
     NotFound,
     PartlyDone,
@@ -24,11 +23,11 @@ from kvsnap.formats.errors import (
     StoreFull,
     Unsupported,
     UsageError,
-    Vanished,
 )
 from kvsnap.formats.identity import EXACT, Root, differences, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
+from kvsnap.formats.rowset import check_codec
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
@@ -36,22 +35,19 @@ from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_reader import ChainReader, Restored
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.fidelity import (
+    forget_lossy,
     held_lossy,
     lossy_roots,
-    note_fidelity,
     refuse_other_fidelity,
     usable_tokens,
 )
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
+from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.session_file import no_session
 from kvsnap.kvstore.sessions import Draft, Version
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
-
-TRIES = 5
-"""Of a save whose ground is moving; each failure is another process's removal, hence rare."""
-_Done = TypeVar("_Done")
 
 
 class Session:
@@ -95,9 +91,10 @@ class Session:
 
     def store_by(self, codec: Codec) -> None:
         """From now on blocks are stored by this codec, under the root of its fidelity. Raises
-        `NotFound` or `Unsupported` where its calibration is not here."""
+        `NotFound` or `Unsupported` where its calibration is not here, or it cannot code these rows."""
         codec = self.store.calibrations.complete(codec, self._identity.weights)
         self.store.calibrations.prepare(codec)
+        check_codec(codec, self.layout)
         identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
         self.codec = codec
         self.root = root_of(identity, self.tenant)
@@ -109,6 +106,7 @@ class Session:
             try:
                 codec = get_codec(self.stored.record.fidelity)
                 self.store.calibrations.prepare(codec)
+                check_codec(codec, self.layout)
                 return codec
             except Unsupported as error:
                 self._problems.append(error.what)
@@ -162,12 +160,12 @@ class Session:
             self.store_by(get_codec(self.engine.held_fidelity()))
         held = usable_tokens(self.engine, held, self.root)
         self.engine.truncate(held)
+        forget_lossy(self.engine, held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         with self.store.holds.lease() as lease:
             found = self._reader.restore(self.roots(), ids, limit, held, lease, self.stored)
             self.stored, reused = found.own, found.tokens
-            note_fidelity(self.engine, found.root, ids[:reused], held)
             if self.engine.held_fidelity() not in (EXACT, self.root.fidelity):
                 self.store_by(get_codec(self.engine.held_fidelity()))
             whole = ids[: reused // self.store.block_size * self.store.block_size]
@@ -213,7 +211,7 @@ class Session:
             with self.store.holds.lease() as lease:
                 self._writer.put(self._writer.chain(), lease)
 
-        _try_again(put)
+        try_again(put)
 
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
         """Store what the engine holds; when this returns it survives a power cut.
@@ -228,7 +226,7 @@ class Session:
             with self.store.holds.lease() as lease:
                 return self._save(notes, pinned, lease)
 
-        return _try_again(save)
+        return try_again(save)
 
     def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
         self._refuse_another_conversation()
@@ -387,11 +385,3 @@ class Session:
             return found.skipped
         record = self.stored.record if self.stored else None
         return why_reuse_ended(self.store, self.root, self.tenant, ids, found.tokens, record)
-
-
-def _try_again(work: Callable[[], _Done]) -> _Done:
-    """A damaged index is built anew by the next try; a block that went away is put again."""
-    for _ in range(TRIES - 1):
-        with contextlib.suppress(IndexDamaged, Vanished):
-            return work()
-    return work()

@@ -75,6 +75,8 @@ def command(
     tenant = read_tenant(tenant_key_file)
     if pin and session is None:
         raise UsageError("--pin keeps a session, and none is named", "add --session NAME")
+    if max_kl is not None and not max_kl >= 0:  # NaN passes click's range
+        raise UsageError(f"--max-kl is {max_kl}", "give a number, like 1e-3")
     if max_kl is not None and options["codec"] is not None:
         raise UsageError("--max-kl chooses the codec", "give --max-kl or --codec, not both")
     require_llama()
@@ -143,6 +145,9 @@ def _choose(app: App, loaded: Loaded, limit: float) -> Choice:
     candidates = candidates_of(session)
     app.out.say(f"measuring {units.count(len(candidates), 'codec')} on the session's own tokens")
     choice = choose_codec(loaded.engine, candidates, limit, loaded.store.block_size)
+    if not choice.held_out:
+        app.out.say("the session is too short to measure codecs on: stored exact")
+        return choice
     if choice.codec is not None:
         session.store_by(choice.codec)
         told = f"{choice.codec.fidelity}, {choice.excess:.1e} above it"

@@ -78,6 +78,8 @@ def _max_kl(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What `save --max-kl` measured."""
     told: Any = notes.get("max_kl")
     try:
+        if not told["held_out_tokens"]:
+            return [("kl", "too short to measure codecs on: exact")]
         text = f"at most {told['limit']:.1e} above the engine's floor of {told['floor']:.1e}:"
         return [("kl", f"{text} {told['codec']} is {told['excess']:.1e} above it")]
     except (TypeError, LookupError, ValueError):  # none, or notes of a program of somebody's own

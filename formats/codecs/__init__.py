@@ -43,7 +43,11 @@ def get_codec(text: str) -> Codec:
             f" this kvsnap has version {kind.version}",
             "use the kvsnap that wrote it, or a newer one",
         )
-    return kind(**_parameters(kind, pairs))
+    values = _parameters(kind, pairs)
+    try:
+        return kind(**values)
+    except TypeError as error:  # an abstract class, a field without a default
+        raise _broken(codec_id, error) from error
 
 
 def known_codecs() -> list[str]:
@@ -53,7 +57,10 @@ def known_codecs() -> list[str]:
 def _class_of(codec_id: str) -> type[Codec]:
     places = [CODECS[codec_id]] if codec_id in CODECS else _other_places(codec_id)
     for module, _, name in (place.partition(":") for place in places):
-        found = getattr(import_module(module), name)
+        try:
+            found = getattr(import_module(module), name)
+        except Exception as error:  # another package's, which may do anything
+            raise _broken(codec_id, error) from error
         if isinstance(found, type) and issubclass(found, Codec) and found.id == codec_id:
             return found
     raise Unsupported(
@@ -66,22 +73,33 @@ def _other_places(codec_id: str) -> list[str]:
     return [point.value for point in entry_points(group=ENTRY_POINTS, name=codec_id)]
 
 
+def _broken(codec_id: str, error: Exception) -> Unsupported:
+    return Unsupported(
+        f"codec {codec_id} cannot be loaded: {type(error).__name__}: {error}",
+        "update or remove the package that it comes from",
+    )
+
+
 def _parameters(kind: type[Codec], pairs: list[str]) -> dict[str, Any]:
     """Field → value, each as the field's own type reads it."""
     types: dict[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for pair in pairs:
         key, _, text = pair.partition("=")
-        if key not in types or key in values:
+        if key in values:
+            raise Unsupported(f"parameter {key} of codec {kind.id} is given twice", "give it once")
+        if key not in types:
             known = ", ".join(types) or "none"
             raise Unsupported(
                 f"codec {kind.id} has no parameter {reprlib.repr(key)}", f"it has: {known}"
             )
         try:
+            if not text.isascii() or "_" in text:  # float() would take 0_2 and other digits
+                raise ValueError
             values[key] = types[key](text)
         except ValueError:
             raise Unsupported(
-                f"parameter {key} of codec {kind.id} is not a {types[key].__name__}:"
-                f" {reprlib.repr(text)}"
+                f"parameter {key} of codec {kind.id} is {reprlib.repr(text)}",
+                f"it is a {types[key].__name__}",
             ) from None
     return values

@@ -8,16 +8,16 @@ of PlaneRope's "halves", are one vector x of layers * heads * dim values a token
     y = f * (x - mean) @ encoder          f: the token's weight, from `weigher`
     x = y @ basis / f + mean              encoder = metric @ basis.T
 
-    GROUP.PLANE.N.basis     F16 [major, width]     components, the most spread first, each channel
+    GROUP.PLANE.N.basis     F16 [kept, width]      components, the most spread first, each channel
                                                    divided by its `scale`
-    GROUP.PLANE.N.minor     U8 (int8 bits) [kept - major, width]   the others, each divided by its
-                                                   `unit` too: they never count for many steps
     GROUP.PLANE.N.scale     F32 [width]
-    GROUP.PLANE.N.unit      F32 [kept - major]
     GROUP.PLANE.N.mean      F32 [width]
     GROUP.PLANE.N.metric    F32 [layers * heads, dim, dim]  what an error costs, a block a head
     GROUP.PLANE.N.spread    F32 [kept]             mean |y| of each component, falling
     GROUP.PLANE.N.weigher   F32 [FEATURES]         times features: log2 of the weight
+
+The basis must be precise: what `encoder` and `basis` fail to be inverse by is an error that all tokens
+share. A byte a value for the small components, off by 1 % of them, doubled the loss of a fine step.
 """
 
 from __future__ import annotations
@@ -48,16 +48,11 @@ _KINDS = {
     "basis": "F16",
     "mean": "F32",
     "metric": "F32",
-    "minor": "U8",
     "scale": "F32",
     "spread": "F32",
-    "unit": "F32",
     "weigher": "F32",
 }
-_DTYPES = {"F16": "<f2", "F32": "<f4", "U8": "<i1"}
-_MINOR = 8.0
-"""Finest steps: components with a smaller mean magnitude are stored in a byte a value, which is off
-by 1 % of the component. It halves the file."""
+_DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +122,7 @@ def pack_calibration(calibration: Calibration) -> Packed:
     tensors = []
     for name, plane in sorted(calibration.planes.items()):
         for number, group in enumerate(plane.groups):
-            tensors += [
-                (f"{name}.{number}.{key}", t)
-                for key, t in _group_tensors(group, calibration.finest)
-            ]
+            tensors += [(f"{name}.{number}.{key}", t) for key, t in _group_tensors(group)]
     shapes = {
         name: {"layers": [group.layers for group in plane.groups], "row": list(plane.row)}
         for name, plane in calibration.planes.items()
@@ -190,30 +182,14 @@ def find(digest: str) -> Calibration:
         ) from None
 
 
-def _group_tensors(group: LayerGroup, finest: float) -> list[tuple[str, Tensor]]:
-    scale = _scale(group.basis, axis=0)
-    basis = group.basis / scale
-    major = int((group.spread >= _MINOR * finest).sum())
-    unit = _scale(basis[major:], axis=1) / np.float32(127)
-    arrays = {
-        "basis": basis[:major],
-        "mean": group.mean,
-        "metric": group.metric,
-        "minor": np.rint(basis[major:] / unit[:, None]),
-        "scale": scale,
-        "spread": group.spread,
-        "unit": unit,
-        "weigher": group.weigher,
-    }
+def _group_tensors(group: LayerGroup) -> list[tuple[str, Tensor]]:
+    highest = np.abs(group.basis).max(axis=0)
+    scale = np.where(highest > 0, highest, 1).astype(np.float32)
+    arrays = {**vars(group), "basis": group.basis / scale, "scale": scale}
     return [
         (key, Tensor(kind, arrays[key].shape, arrays[key].astype(_DTYPES[kind], order="C")))
         for key, kind in _KINDS.items()
     ]
-
-
-def _scale(basis: Array, axis: int) -> Array:
-    highest = np.abs(basis).max(axis=axis, initial=0)
-    return np.where(highest > 0, highest, 1).astype(np.float32)
 
 
 def _read_group(
@@ -222,18 +198,14 @@ def _read_group(
     heads, dim = row
     width = layers * heads * dim
     found = {key: left.pop(prefix + key, None) for key in _KINDS}
-    major, minor = (
-        tensor.shape[0] if tensor is not None and tensor.shape else 0
-        for tensor in (found["basis"], found["minor"])
-    )
+    first = found["basis"]
+    kept = first.shape[0] if first is not None and first.shape else 0
     shapes: dict[str, tuple[int, ...]] = {
-        "basis": (major, width),
+        "basis": (kept, width),
         "mean": (width,),
         "metric": (layers * heads, dim, dim),
-        "minor": (minor, width),
         "scale": (width,),
-        "spread": (major + minor,),
-        "unit": (minor,),
+        "spread": (kept,),
         "weigher": (FEATURES,),
     }
     arrays: dict[str, Array] = {}
@@ -246,11 +218,10 @@ def _read_group(
             raise Damaged(f"tensor {prefix}{key} holds values that are no numbers")
         arrays[key] = array.reshape(tensor.shape)
     spread, metric = arrays["spread"], arrays["metric"]
-    if not 0 < len(spread) <= width or (spread <= 0).any() or (np.diff(spread) > 0).any():
+    if not 0 < kept <= width or (spread <= 0).any() or (np.diff(spread) > 0).any():
         raise Damaged(f"tensor {prefix}spread is not a falling list of spreads")
     with np.errstate(over="ignore"):
-        basis = np.concatenate([arrays["basis"], arrays["minor"] * arrays["unit"][:, None]])
-        basis *= arrays["scale"]
+        basis = arrays["basis"] * arrays["scale"]
     if not np.isfinite(basis).all() or not _positive(metric):
         raise Damaged(f"the basis or the metric of {prefix[:-1]} cannot be used")
     return LayerGroup(layers, basis, arrays["mean"], metric, spread, arrays["weigher"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvsnap.engines.base import LossyRows
 from kvsnap.engines.text import TextEngine
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
+
+MEASURED = "of a measurement"
+"""Fidelity of what a measurement leaves in an engine: no session stores that."""
 
 
 class LiveModel:
@@ -18,6 +22,7 @@ class LiveModel:
 
     def rows(self, token_ids: TokenIds) -> Rows:
         self.engine.truncate(0)
+        self.engine.lossy = None
         self.engine.evaluate(token_ids)
         return self.engine.export(0, len(token_ids))
 
@@ -26,8 +31,9 @@ class LiveModel:
         return self.engine.log_probs(token_ids)
 
     def put(self, token_ids: TokenIds, rows: Rows) -> None:
-        """Make the engine hold exactly these rows."""
+        """Make the engine hold exactly these rows, marked: they may be of any codec."""
         self.engine.truncate(0)
+        self.engine.lossy = LossyRows(MEASURED, 0, token_ids.copy())
         landing = self.engine.landing(len(token_ids))
         for name, array in landing.rows.items():
             array[...] = rows[name][:, : len(token_ids)]

@@ -12,7 +12,7 @@ from kvsnap.kvstore.store import Store
 
 def disk_bytes(place: Place) -> int:
     """The lengths of all files that the budget counts, as `du` would add them up."""
-    folders = (place.blocks, place.sessions, place.temporary, place.quarantine)
+    folders = (place.blocks, place.sessions, place.temporary, place.quarantine, place.calibrations)
     sizes = 0
     for path in [path for folder in folders for path in folder.rglob("*")]:
         try:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvsnap.engines.base import Landing
 from kvsnap.formats.codecs import Stretch, get_codec
-from kvsnap.formats.errors import UsageError
+from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.identity import EXACT
+from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
@@ -216,3 +218,40 @@ def test_the_front_of_the_prompts_own_block_is_used(open_store: Opener) -> None:
     engine = StampedEngine()
     turn(open_store(), engine, IDS[:48], codec="q8")
     assert engine.positions == [47]
+
+
+class Interrupted(StampedEngine):
+    """Ctrl-C as the rows are in the engine, before the caller hears of it."""
+
+    def load(self, landing: Landing, token_ids: TokenIds) -> None:
+        super().load(landing, token_ids)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_restore_leaves_no_lossy_row_unmarked(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, codec="q8")
+    engine = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        turn(open_store(), engine, IDS, codec="q8")
+    assert engine.held_fidelity() == Q8
+    with pytest.raises(UsageError, match="not coded again"):
+        Session(open_store(), engine, "exact").save()
+
+
+def test_a_codec_that_cannot_take_the_rows_is_refused_before_the_prefill(
+    open_store: Opener,
+) -> None:
+    engine = StampedEngine(element="rows")
+    with pytest.raises(Unsupported, match="q8"):
+        turn(open_store(), engine, IDS, codec="q8")
+    assert engine.evaluated == 0
+
+
+def test_a_lossy_session_resumed_with_rows_it_cannot_take_goes_on_exactly(
+    open_store: Opener,
+) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat", codec="q8")
+    engine = StampedEngine(element="rows")
+    done = turn(open_store(), engine, IDS, "chat")
+    assert done.resumed.reused_tokens == 0
+    assert (done.session.root.fidelity, done.resumed.fidelity) == (EXACT, EXACT)
