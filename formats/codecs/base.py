@@ -13,11 +13,16 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.identity import EXACT
 from kvsnap.formats.layout import Array, Plane
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +56,18 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, at: Stretch, stored: Mapping[str, Tensor], out: Array) -> None:
-        """Write the rows into `out`, each element once."""
+        """Write the rows into `out`; what stood there does not matter."""
+
+    def decode_on(
+        self, device: str, at: Stretch, stored: Mapping[str, Tensor], layers: int, tokens: int
+    ) -> torch.Tensor:
+        """The same rows as a torch tensor on a device, [layers, tokens, heads, dim] of the element
+        type (rows and pages as bytes). Codecs with plain codes carry those over and compute there."""
+        from kvsnap.formats.codecs.on_device import tensor_of
+
+        out = np.empty(at.plane.memory_shape(layers, tokens), at.plane.memory_dtype)
+        self.decode(at, stored, out)
+        return tensor_of(at.plane, out, device)
 
     def max_error(self, at: Stretch, rows: Array) -> Array:
         """The declared loss: a bound on |decoded - rows| of each element, as float32 that

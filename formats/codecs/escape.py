@@ -12,6 +12,7 @@ out of the statistics that scales are made of; decoding writes their rows last, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -63,9 +64,20 @@ def store(at: Stretch, rows: Array, kept: Array) -> dict[str, Tensor]:
 
 def restore(at: Stretch, stored: Mapping[str, Tensor], out: Array) -> None:
     """Write the kept tokens' rows over `out`; `Damaged` unless the list fits its tokens."""
+    kept, exact = kept_rows(at, stored, out.shape[:2])
+    if len(kept):
+        out[:, kept] = exact
+
+
+def kept_rows(
+    at: Stretch, stored: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """The tokens that are kept, int64 [n], and their rows [layers, n, width]; none where there is no
+    list. `shape`: layers and tokens of the block. `Damaged` unless the list fits it."""
+    layers, tokens = shape
+    width = math.prod(at.plane.row)
     if ".kept" not in stored:
-        return
-    layers, tokens, width = out.shape
+        return np.empty(0, np.int64), np.empty((layers, 0, width), at.plane.memory_dtype)
     count = stored[".kept"].shape[0] if len(stored[".kept"].shape) == 1 else tokens + 1
     if count > tokens:
         raise Damaged("more tokens are kept exactly than the block has")
@@ -75,4 +87,4 @@ def restore(at: Stretch, stored: Mapping[str, Tensor], out: Array) -> None:
         raise Damaged("the list of tokens that are kept exactly is not a rising one of the block's")
     if ".codes" not in stored and count != tokens:
         raise Damaged("some tokens are neither coded nor kept exactly")
-    out[:, kept] = exact.reshape(layers, count, width)
+    return kept, exact.reshape(layers, count, width)

@@ -58,8 +58,9 @@ _V_STEP = 1.5
 """Steps of V are this much longer: with the finer ones for some tokens it loses less than K."""
 _FINEST = 2
 _HALVED: Array = np.array([1, 0.5, 0.25], np.float32)
-_SMALLEST = {"F16": LARGEST_CODE * 2.0 ** (_FINEST - 24)}
-"""127 times the smallest scale whose finest step is still a half."""
+_SMALLEST = {"F16": LARGEST_CODE * 2.0 ** (3 + _FINEST - 24)}
+"""127 times the smallest scale of V: from here on scales, of four significant bits, are such that a
+quarter of them is still a multiple of the smallest half. Below, products would be cut."""
 _SCRATCH = Scratch()
 
 
@@ -155,7 +156,8 @@ class Q4(Codec):
                 if len(own):
                     step = self.step * (_V_STEP if is_v else 1)
                     spread = own.std(axis=0, dtype=np.float64) * (LARGEST_CODE * step)
-                    spread = np.clip(spread, _SMALLEST.get(dtype, 0), escape.LARGEST[dtype])
+                    smallest = _SMALLEST.get(dtype, 0) if is_v else 0
+                    spread = np.clip(spread, smallest, escape.LARGEST[dtype])
                     spread = np.where(highest > 0, spread, 0).astype(np.float32)
                     highest = np.maximum(highest, spread)
                 yield values, layer, some, first // GROUP, scales_above(dtype, highest), finer

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,6 +37,9 @@ from kvsnap.formats.codecs.uniform import (
 )
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.layout import ELEMENT_BYTES, Array
+
+if TYPE_CHECKING:
+    import torch
 
 _CODED = (".codes", ".scale")
 _FEW = 8
@@ -71,15 +75,31 @@ class Q8(Codec):
         check_elements(self.id, at)
         check_names(self.id, stored, _CODED, (*_CODED, *escape.NAMES), escape.NAMES)
         if ".codes" in stored:
-            dtype, (layers, tokens, _) = at.plane.dtype, out.shape
-            codes = read(stored, ".codes", "U8", at.plane.file_shape(layers, tokens)).view(np.int8)
-            bits = read(stored, ".scale", scale_type(dtype), _scale_shape(at, layers, tokens))
-            check_scales(".scale", bits)
-            scale = scale_values(bits)
+            layers, tokens, _ = out.shape
+            codes, scale = _read(at, stored, layers, tokens)
             for layer, some, group in chunks(*out.shape):
                 step = _own(at, tokens, scale, layer, some, group)
-                write_products(dtype, codes[layer, some], step, out[layer, some])
+                write_products(at.plane.dtype, codes[layer, some], step, out[layer, some])
         escape.restore(at, stored, out)
+
+    def decode_on(
+        self, device: str, at: Stretch, stored: Mapping[str, Tensor], layers: int, tokens: int
+    ) -> torch.Tensor:
+        """Half of the bytes go over, and become rows there."""
+        if ".codes" not in stored:
+            return super().decode_on(device, at, stored, layers, tokens)
+        from kvsnap.formats.codecs import on_device
+
+        check_elements(self.id, at)
+        check_names(self.id, stored, _CODED, (*_CODED, *escape.NAMES), escape.NAMES)
+        codes, scale = _read(at, stored, layers, tokens)
+        if _by_channel(at, tokens):
+            steps = np.repeat(scale, GROUP, axis=1)[:, :tokens]
+        else:
+            steps = scale[..., None]
+        rows = on_device.products(codes, steps, at.plane.dtype, device)
+        kept, exact = escape.kept_rows(at, stored, (layers, tokens))
+        return on_device.replaced(rows, kept, at.plane, exact)
 
     def max_error(self, at: Stretch, rows: Array) -> Array:
         """Half a step. For BF16 a step: the product is rounded to the nearest element, which is
@@ -93,6 +113,16 @@ class Q8(Codec):
             bound[layer, some] = _own(at, tokens, scale, layer, some, group)
         bound[:, kept] = 0
         return bound.reshape(rows.shape)
+
+
+def _read(
+    at: Stretch, stored: Mapping[str, Tensor], layers: int, tokens: int
+) -> tuple[Array, Array]:
+    """Codes, int8 [layers, tokens, heads, dim], and scales as float32."""
+    codes = read(stored, ".codes", "U8", at.plane.file_shape(layers, tokens)).view(np.int8)
+    bits = read(stored, ".scale", scale_type(at.plane.dtype), _scale_shape(at, layers, tokens))
+    check_scales(".scale", bits)
+    return codes, scale_values(bits)
 
 
 def _kept(at: Stretch, rows: Array) -> Array:

@@ -15,7 +15,6 @@ together, so that calls are few.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from kvsnap.formats.codecs import compiled
 from kvsnap.formats.codecs.stored import Scratch
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.layout import Array
-
-if TYPE_CHECKING:
-    import torch
 
 LARGEST_CODE = 127
 GROUP = 64
@@ -155,23 +151,3 @@ def write_products(
         np.add(bits, np.uint32(0x7FFF), out=bits)
         np.right_shift(bits, 16, out=bits)
     np.copyto(out, bits.reshape(out.shape), casting="unsafe")
-
-
-def torch_products(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The same on the tensors' device: codes int8, scale float32 that broadcasts."""
-    import torch
-
-    target: torch.dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[
-        dtype
-    ]
-    values: torch.Tensor = codes.to(torch.float32) * scale
-    return values.to(target)
-
-
-def torch_scales(stored: torch.Tensor) -> torch.Tensor:
-    """Stored scales (uint8 or bfloat16) as float32 on their device."""
-    import torch
-
-    if stored.dtype == torch.uint8:
-        return torch.from_numpy(SCALES).to(stored.device)[stored.long()]
-    return stored.to(torch.float32)

@@ -146,6 +146,20 @@ class CodecSuite:
         assert not wide[:, 134:].any()
 
     @every_plane
+    @pytest.mark.parametrize("tokens", [3, 64, 100])
+    @pytest.mark.parametrize("start", [0, 64])
+    def test_a_device_gets_the_same_bits(self, plane: Plane, tokens: int, start: int) -> None:
+        torch = pytest.importorskip("torch")
+        rows = self.rows(plane, tokens, "non-finite")
+        stored = self.coded(plane, rows, start)
+        found = self.make().decode_on("cpu", self.at(plane, start), stored, self.layers, tokens)
+        own = tokens if plane.can_cut else 0
+        assert tuple(found.shape) == plane.file_shape(self.layers, own)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[plane.itemsize]
+        again = found.contiguous().view(bits).numpy().view(plane.memory_dtype)
+        assert np.array_equal(again.reshape(rows.shape), self.decoded(plane, stored, rows, start))
+
+    @every_plane
     def test_threads_do_not_disturb_each_other(self, plane: Plane) -> None:
         rows = [self.rows(plane, 64, seed=n) for n in range(8)]
         stored = [self.coded(plane, each, 64) for each in rows]

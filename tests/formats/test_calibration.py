@@ -116,6 +116,11 @@ def _tensor(name: str, value: float, at: int = 0) -> Callable[[dict[str, Any], b
     return change
 
 
+def _overflow(header: dict[str, Any], data: bytearray) -> None:
+    for name, value in (("full.k.0.basis", 6e4), ("full.k.0.scale", 3e38)):
+        _tensor(name, value)(header, data)
+
+
 def _rename(header: dict[str, Any], _: bytearray) -> None:
     header["full.x.0.mean"] = header.pop("full.k.0.mean")
 
@@ -149,7 +154,7 @@ PLANES = {"full.k": {"layers": [2, 1], "row": [1, 3]}}
         _tensor("full.k.0.mean", np.nan),
         _tensor("full.k.0.basis", np.inf),
         _tensor("full.k.0.scale", -np.inf),
-        _tensor("full.k.0.scale", 3.4e38),
+        _overflow,
         _tensor("full.k.0.metric", -1.0),
         _tensor("full.k.0.spread", 0.0, at=-1),
         _tensor("full.k.0.spread", 9.0, at=1),
