@@ -151,6 +151,9 @@ def cli(ctx: click.Context) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run, and leave with the exit code of the contract; no traceback for what a person can mend."""
     interrupt.watch()
+    # numpy's matrix products in kvtc: blocks are decoded on all cores already, and threads of BLAS
+    # below each of them took two to three times the processor's time.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = cli.main(arguments, prog_name="kvsnap", standalone_mode=False) or 0
     except KvsnapError as error:

@@ -116,7 +116,7 @@ class Identity:
         """The canonical form that is hashed and that files carry."""
         record = self.to_json()
         _refuse_non_finite(record)
-        return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return _canonical(record)
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,12 @@ def root_of(identity: Identity | str, tenant: Tenant | None = None) -> Root:
         raise Damaged("the identity is not in its canonical form") from error
     key = blake3(data, key=tenant.naming_key).digest() if tenant else blake3(data).digest()
     return Root(key, blake3(key, derive_key_context="kvsnap root id").hexdigest(), canonical)
+
+
+def with_fidelity(canonical: str, fidelity: str) -> str:
+    """A canonical identity from a file, of another fidelity, in the same canonical form."""
+    record = parse_identity(canonical) | {"fidelity": fidelity}
+    return _canonical(record)
 
 
 def parse_identity(canonical: str) -> dict[str, Any]:
@@ -204,6 +210,10 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
     else:
         return {prefix: json.dumps(value)}
     return {name: text for key, item in parts for name, text in _flatten(item, key).items()}
+
+
+def _canonical(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _refuse_non_finite(value: Any) -> None:

@@ -182,11 +182,13 @@ class Blocks:
         except Unsupported as error:  # says nothing against the file
             raise self._missed(root, wanted, error.what, aside=False) from error
         except Damaged as error:
-            raise self._missed(root, wanted, error.what, aside=True) from error
+            raise self._missed(root, wanted, error.what, aside=True, decode=True) from error
         for name, array in out.items():
             array[...] = whole[name][:, tokens]
 
-    def set_aside(self, name: bytes, reason: str, fits: Fits | None = None) -> bool:
+    def set_aside(
+        self, name: bytes, reason: str, fits: Fits | None = None, *, decode: bool = False
+    ) -> bool:
         """Quarantine a block's file and mark what follows it unreachable, in one transaction.
 
         The file is looked at again inside: another process may have stored the block anew; True
@@ -198,7 +200,7 @@ class Blocks:
         try:
             with self.index.transaction() as db:
                 row = self.index.find(name)
-                if row is not None and (size := _intact_size(path, name, fits)):
+                if row is not None and (size := _intact_size(path, name, fits, decode=decode)):
                     self.index.correct_size(db, name, size)
                     return True
                 if row is not None:
@@ -248,7 +250,7 @@ class Blocks:
         known = row.synced == changed or wanted.name in self._seen
         if known and wanted.name not in self.misses:
             return True
-        return _intact_size(path, wanted.name, _fits(root, wanted)) == row.bytes
+        return _intact_size(path, wanted.name, _fits(root, wanted), decode=True) == row.bytes
 
     def _largest(self, layout: Layout) -> int:
         """No block file is longer: codecs never store more than the rows."""
@@ -263,8 +265,12 @@ class Blocks:
         if found is not None:
             raise Damaged(found)
 
-    def _missed(self, root: Root, wanted: Wanted, reason: str, *, aside: bool) -> Miss:
-        intact = aside and self.set_aside(wanted.name, reason, _fits(root, wanted))
+    def _missed(
+        self, root: Root, wanted: Wanted, reason: str, *, aside: bool, decode: bool = False
+    ) -> Miss:
+        """`decode`: it was the rows that could not be decoded, which no digest tells."""
+        fits = _fits(root, wanted)
+        intact = aside and self.set_aside(wanted.name, reason, fits, decode=decode)
         self.misses[wanted.name] = reason
         if intact and wanted.name not in self._read_again:
             # Evicted and stored again while it was read. Once: a disk that reads now right, now
@@ -283,12 +289,15 @@ def _fits(root: Root, wanted: Wanted) -> Fits:
     return lambda record: Blocks._compare(record, root, wanted)
 
 
-def _intact_size(path: Path, name: bytes, fits: Fits | None) -> int | None:
+def _intact_size(path: Path, name: bytes, fits: Fits | None, *, decode: bool = False) -> int | None:
     """The length of a file that is intact and, as far as can be told, the block of this name."""
     try:
         buffer = files.read_whole(path)
         check_file_digest(buffer)
-        record = parse_block(buffer).record
+        block = parse_block(buffer)
+        record = block.record
+        if decode:
+            block.check_content()
         if fits is not None:
             fits(record)
     except (OSError, KvsnapError, Miss):

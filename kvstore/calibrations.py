@@ -37,10 +37,11 @@ class Calibrations:
         return self.place.calibrations / f"{digest}{SUFFIX}"
 
     def put(self, calibration: Calibration) -> str:
-        """Store a calibration, durably; returns the digest that names it from now on."""
+        """Store a calibration, durably, over a damaged file of its name; returns the digest that
+        names it from now on."""
         packed = pack_calibration(calibration)
         path = self.path(packed.file_digest)
-        if files.file_size(path) != packed.size:
+        if _digest(path) != packed.file_digest:
             with self.space.write(packed) as room:
                 files.make_dir(path.parent)
                 files.sync_all([room.path])
@@ -48,6 +49,25 @@ class Calibrations:
                     room.publish(db, path)
             files.sync_all([path.parent, self.place.root])
         return packed.file_digest
+
+    def require(self, codec: Codec) -> None:
+        """Before blocks are written: raises `Unsupported` unless the file without which nobody could
+        read them is in this store. That this process has read it says nothing."""
+        if isinstance(codec, CalibratedCodec) and not files.stands(self.path(codec.calibration)):
+            raise self._gone(codec.calibration)
+
+    def check(self) -> list[tuple[Path, str]]:
+        """Files that are not what their name says, with the reason."""
+        found = []
+        for path, _, _ in files.sizes(self.place.calibrations):
+            try:
+                if _read(path).digest != path.name.removesuffix(SUFFIX):
+                    found.append((path, "the file holds another calibration than its name says"))
+            except KvsnapError as error:
+                found.append((path, error.what))
+            except OSError as error:
+                found.append((path, f"cannot be read: {error.strerror}"))
+        return found
 
     def prepare(self, codec: Codec) -> None:
         """Make a calibrated codec able to work in this process. Raises `Unsupported` where its
@@ -60,9 +80,18 @@ class Calibrations:
             self._load(codec.calibration)
 
     def complete(self, codec: Codec, weights: str) -> Codec:
-        """A calibrated codec that names no calibration, with the model's newest. Raises `NotFound`
-        where the store has none of a model with these weights."""
-        if not isinstance(codec, CalibratedCodec) or codec.calibration:
+        """The codec, ready to be used for a model; a calibrated one that names no calibration with
+        the newest of this model. Raises `NotFound` where the store has none, `Unsupported` where the
+        one named is not here or another model's."""
+        if not isinstance(codec, CalibratedCodec):
+            return codec
+        if codec.calibration:
+            self.prepare(codec)
+            if find(codec.calibration).model != weights:
+                raise Unsupported(
+                    f"calibration {codec.calibration[:12]} is another model's",
+                    "make one of this model: kvsnap calibrate --model M",
+                )
             return codec
         digest = self.newest(weights)
         if digest is None:
@@ -80,7 +109,8 @@ class Calibrations:
                 calibration = _read(path)
             except (KvsnapError, OSError):
                 continue
-            if calibration.model == weights:
+            named = path.name == f"{calibration.digest}{SUFFIX}"  # else nobody would find it again
+            if named and calibration.model == weights:
                 return register(calibration)
         return None
 
@@ -93,10 +123,7 @@ class Calibrations:
         try:
             calibration = _read(path)
         except OSError as error:
-            raise Unsupported(
-                f"calibration {digest[:12]} is not in the store",
-                f"bring its file to {path.parent}, from where it was made",
-            ) from error
+            raise self._gone(digest) from error
         except KvsnapError as error:
             raise Unsupported(
                 f"calibration {digest[:12]} cannot be used: {error.what}",
@@ -109,8 +136,20 @@ class Calibrations:
             )
         register(calibration)
 
+    def _gone(self, digest: str) -> Unsupported:
+        return Unsupported(
+            f"calibration {digest[:12]} is not in the store",
+            f"bring its file to {self.place.calibrations}, from where it was made",
+        )
+
 
 def _read(path: Path) -> Calibration:
-    buffer = files.read_whole(path)
-    check_file_digest(buffer)
-    return parse_calibration(buffer)
+    return parse_calibration(files.read_whole(path))
+
+
+def _digest(path: Path) -> str:
+    """Of an intact file; empty for any other, or none."""
+    try:
+        return check_file_digest(files.read_whole(path))
+    except (KvsnapError, OSError):
+        return ""

@@ -83,7 +83,7 @@ class ChainReader:
                 continue
             if self.store.blocks.ram is not None:
                 self.store.blocks.ram.keep_chain(offer.root, match.blocks, landing.rows, held)
-            mark_lossy(self.engine, offer.root, ids[:filled], held)
+            mark_lossy(self.engine, offer.root.fidelity, landing, ids[:filled])
             try:
                 self.engine.load(landing, ids[:filled])
                 result.tokens, result.root = filled, offer.root

@@ -57,6 +57,8 @@ class ChainWriter:
         missing = [
             w for w in wanted[0 if check_all else known :] if not self.store.blocks.has(w.name)
         ]
+        if missing:
+            self.store.calibrations.require(self.codec)
         for first in range(0, len(missing), SLAB_BLOCKS):
             self._put(missing[first : first + SLAB_BLOCKS], lease)
         last = wanted[-1].name if wanted else b""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from kvsnap.engines.base import Engine, LossyRows
-from kvsnap.formats.codecs import get_codec
-from kvsnap.formats.errors import KvsnapError, UsageError
+from kvsnap.engines.base import MARKS, Engine, Landing, LossyRows, digest_of
+from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.codecs.escape import SINKS
+from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
 from kvsnap.formats.identity import EXACT, Identity, Root
 from kvsnap.formats.names import TokenIds
 from kvsnap.formats.tenant import Tenant
@@ -33,34 +34,36 @@ def lossy_roots(store: Store, tenant: Tenant | None, identity: Identity) -> list
     return found
 
 
-def held_lossy(engine: Engine, held: int) -> bool:
-    """Whether rows that were restored with loss are among the first `held` tokens in the engine."""
-    lossy = engine.lossy
-    return lossy is not None and engine.held_fidelity() != EXACT and held > lossy.start
+def codec_of_held(engine: Engine, held: int) -> Codec | None:
+    """The lossy codec that rows among the first `held` tokens in the engine were restored from, if
+    any were and it is known here."""
+    lossy = engine.held_lossy()
+    if lossy is None or held <= lossy.start:
+        return None
+    try:
+        return get_codec(lossy.fidelity)
+    except Unsupported:  # what an interrupted measurement left there
+        return None
 
 
 def usable_tokens(engine: Engine, held: int, root: Root) -> int:
     """How many of the first `held` tokens in the engine may serve a session under `root`."""
-    lossy = engine.lossy
-    if lossy is None or engine.held_fidelity() in (EXACT, root.fidelity):
-        return held
-    return min(held, lossy.start)
+    lossy = engine.held_lossy()
+    return held if lossy is None or lossy.fidelity == root.fidelity else min(held, lossy.start)
 
 
-def forget_lossy(engine: Engine, held: int) -> None:
-    """After the engine forgot all but `held` tokens: no mark for rows that are gone."""
-    if engine.lossy is not None and held <= engine.lossy.start:
-        engine.lossy = None
+def mark_lossy(engine: Engine, fidelity: str, landing: Landing, token_ids: TokenIds) -> None:
+    """Before the rows of a landing are loaded as those of `token_ids`.
 
-
-def mark_lossy(engine: Engine, root: Root, token_ids: TokenIds, held: int) -> None:
-    """Before `token_ids` are loaded, those from `held` on from what is stored under `root`.
-
-    Before, not after: a Ctrl-C in between must not leave lossy rows in the engine unmarked.
+    Before, not after: a Ctrl-C in between must not leave lossy rows in the engine unmarked. The
+    first tokens of a sequence are exact in every codec, and tell nothing.
     """
-    if root.fidelity != EXACT:
-        start = held if engine.lossy is None else min(engine.lossy.start, held)
-        engine.lossy = LossyRows(root.fidelity, start, token_ids.copy())
+    start = max(landing.start, SINKS)
+    if fidelity == EXACT or start >= len(token_ids):
+        return
+    digest = digest_of(landing.rows, start - landing.start)
+    mark = LossyRows(fidelity, start, token_ids.copy(), digest)
+    engine.marks = (*engine.marks, mark)[-MARKS:]
 
 
 def refuse_other_fidelity(engine: Engine, root: Root) -> None:

@@ -33,13 +33,18 @@ FEWEST = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One codec: mean KL on the session's own tokens, its excess over the floor, and the bytes of
-    its block files."""
+    """One codec: mean KL on the session's own tokens, its excess over the floor with the error that
+    so few tokens leave (two standard errors of the mean), and the bytes of its block files."""
 
     codec: str
     kl: float
     excess: float
+    error: float
     bytes: int
+
+    def holds(self, limit: float) -> bool:
+        """Whether the excess is below the limit for sure; one of NaN never is."""
+        return self.excess + self.error <= limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +83,7 @@ def candidates_of(session: Session) -> list[Codec]:
     for codec in map(get_codec, CODECS):
         if codec.lossy:
             with contextlib.suppress(NotFound, Unsupported):
-                whole = calibrations.complete(codec, session.weights)
-                calibrations.prepare(whole)
-                found.append(whole)
+                found.append(calibrations.complete(codec, session.weights))
     return found
 
 
@@ -102,14 +105,15 @@ def choose_codec(
     start = (len(ids) - held_out) // block_size * block_size
     if held_out < FEWEST or start == 0:
         return Choice(codec=None, limit=limit, floor=0.0, held_out=0, tried=())
-    whole, model = engine.export(0, len(ids)), LiveModel(engine)
-    context, rest = ids[:start], ids[start : start + held_out]
+    whole = engine.export(0, len(ids))
     rows = {name: array[:, :start] for name, array in whole.items()}
+    model = LiveModel(engine, whole, rows)
+    context, rest = ids[:start], ids[start : start + held_out]
     try:
         exact = model.log_probs(context, rows, rest)
 
-        def kl(changed: Rows) -> float:
-            return float(divergence(exact, model.log_probs(context, changed, rest)).mean())
+        def kl(changed: Rows) -> np.ndarray:
+            return divergence(exact, model.log_probs(context, changed, rest))
 
         floor = kl(nudged(engine.layout, rows))
         tried: list[tuple[Codec, Tried]] = []
@@ -119,20 +123,22 @@ def choose_codec(
             except Unsupported:  # rows that the engine quantized itself
                 continue
             found = kl(changed)
-            known = math.isfinite(found) and math.isfinite(floor)
-            excess = max(0.0, found - floor) if known else math.nan
-            told = Tried(codec=codec.fidelity, kl=found, excess=excess, bytes=size)
+            above = found - floor  # of the same tokens: most of the noise is common to both
+            told = Tried(
+                codec=codec.fidelity,
+                kl=float(found.mean()),
+                excess=max(0.0, float(above.mean())) if np.isfinite(above).all() else math.nan,
+                error=float(2 * above.std(ddof=1) / math.sqrt(len(above))),
+                bytes=size,
+            )
             tried.append((codec, told))
     finally:
         model.put(ids, whole)
-        engine.lossy = None  # only now: if that was interrupted, nobody may store what is there
-    holding = [
-        (told.bytes, n) for n, (_, told) in enumerate(tried) if told.excess <= limit
-    ]  # NaN never is
+    holding = [(told.bytes, n) for n, (_, told) in enumerate(tried) if told.holds(limit)]
     return Choice(
         codec=tried[min(holding)[1]][0] if holding else None,
         limit=limit,
-        floor=floor,
+        floor=float(floor.mean()),
         held_out=held_out,
         tried=tuple(told for _, told in tried),
     )

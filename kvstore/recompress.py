@@ -7,16 +7,14 @@ is needed, for whoever shares them. A lossless one rewrites the files under thei
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
 from kvsnap.formats.errors import NotFound, PartlyDone, UsageError
-from kvsnap.formats.identity import EXACT, Root, layout_of, parse_identity, root_of
+from kvsnap.formats.identity import EXACT, layout_of, parse_identity, root_of, with_fidelity
 from kvsnap.formats.names import chain_names
 from kvsnap.formats.rowset import check_codec
-from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Miss, Wanted
 from kvsnap.kvstore.match import chain
@@ -60,7 +58,7 @@ def _recompress(
     record = session.record
     weights = str(parse_identity(record.identity).get("weights"))
     codec = store.calibrations.complete(codec, weights)
-    store.calibrations.prepare(codec)
+    store.calibrations.require(codec)
     check_codec(codec, layout_of(record.identity))
     if record.fidelity != EXACT:
         raise UsageError(
@@ -73,10 +71,11 @@ def _recompress(
         raise UsageError(
             f"session {name!r} belongs to another tenant", "give its --tenant-key-file"
         )
-    after = _root_of(record, codec, tenant)
+    after = root_of(with_fidelity(record.identity, codec.fidelity), tenant)
     size, layout = record.block_size, layout_of(record.identity)
     wanted = chain(chain_names(before.key, record.token_ids, size), record.token_ids, size)
     target = chain(chain_names(after.key, record.token_ids, size), record.token_ids, size)
+    tail = session.tail_rows()  # raises where it is damaged, before anything is written
     written, bytes_before = 0, _bytes(store, wanted)
     with store.holds.lease() as old, store.holds.lease() as new:
         if wanted and not old.keep(wanted[-1].name):
@@ -93,7 +92,6 @@ def _recompress(
             progress(number + 1, len(wanted))
         store.sync([block.name for block in target])
         if codec.lossy:
-            tail = session.tail_rows()
             changed = dataclasses.replace(
                 record,
                 identity=after.identity,
@@ -120,11 +118,6 @@ def _recompress(
         codec=codec.id,
         fidelity=after.fidelity,
     )
-
-
-def _root_of(record: SessionRecord, codec: Codec, tenant: Tenant | None) -> Root:
-    identity = parse_identity(record.identity) | {"fidelity": codec.fidelity}
-    return root_of(json.dumps(identity, sort_keys=True, separators=(",", ":")), tenant)
 
 
 def _missing(name: str, reason: str) -> NotFound:

@@ -35,8 +35,7 @@ from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_reader import ChainReader, Restored
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.fidelity import (
-    forget_lossy,
-    held_lossy,
+    codec_of_held,
     lossy_roots,
     refuse_other_fidelity,
     usable_tokens,
@@ -92,8 +91,7 @@ class Session:
     def store_by(self, codec: Codec) -> None:
         """From now on blocks are stored by this codec, under the root of its fidelity. Raises
         `NotFound` or `Unsupported` where its calibration is not here, or it cannot code these rows."""
-        codec = self.store.calibrations.complete(codec, self._identity.weights)
-        self.store.calibrations.prepare(codec)
+        codec = self.store.calibrations.complete(codec, self.weights)
         check_codec(codec, self.layout)
         identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
         self.codec = codec
@@ -105,10 +103,12 @@ class Session:
         if self.stored is not None and self.stored.record.fidelity != EXACT:
             try:
                 codec = get_codec(self.stored.record.fidelity)
-                self.store.calibrations.prepare(codec)
+                if not self.same_weights(self.stored.record):
+                    codec = get_codec(codec.id)  # with this model's calibration, if it needs one
+                codec = self.store.calibrations.complete(codec, self.weights)
                 check_codec(codec, self.layout)
                 return codec
-            except Unsupported as error:
+            except (NotFound, Unsupported) as error:
                 self._problems.append(error.what)
         return get_codec(DEFAULT_CODEC)
 
@@ -133,7 +133,7 @@ class Session:
 
     def same_weights(self, record: SessionRecord) -> bool:
         """Whether a session was saved with the weights that the engine has now."""
-        changed = differences(record.identity, self.root.identity)
+        changed = differences(record.identity, self._exact.identity)
         return "weights" not in {field for field, _, _ in changed}
 
     def replaces_another(self, token_ids: TokenIds) -> bool:
@@ -156,11 +156,11 @@ class Session:
             )
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
-        if self._allow_lossy and not self.codec.lossy and held_lossy(self.engine, held):
-            self.store_by(get_codec(self.engine.held_fidelity()))
+        there = codec_of_held(self.engine, held)
+        if self._allow_lossy and not self.codec.lossy and there is not None:
+            self.store_by(there)
         held = usable_tokens(self.engine, held, self.root)
         self.engine.truncate(held)
-        forget_lossy(self.engine, held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
         with self.store.holds.lease() as lease:

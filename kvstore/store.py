@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
+from kvsnap.formats.codecs import compiled
 from kvsnap.formats.errors import Damaged, Vanished
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore import files
@@ -56,6 +58,8 @@ class Store:
         stored = (settings.capacity, settings.min_free)
         self.budget = budget(place.root, stored, capacity, min_free)
         self.problem = settings.problem
+        if os.environ.get("KVSNAP_COMPILED") == "1":
+            compiled.allow()
         self.progress: Callable[[int, int], None] = lambda done, total: None
         """Called with (files done, files) while the index is built anew."""
         self.index = Index(place.index, self._fill)

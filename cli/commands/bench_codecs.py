@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsnap.cli import units
 from kvsnap.cli.main import App
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 
@@ -181,11 +182,13 @@ def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list
             try:
                 codec = get_codec(text)
             except Unsupported as error:
-                raise UsageError(error.what, error.hint) from error
+                if asked:
+                    raise UsageError(error.what, error.hint) from error
+                app.out.warn(f"{text} is left out: {error.what}")
+                continue
             try:
                 weights = weights_digest(model, store.file_digest) + OUTLIERS * outliers
                 codec = store.calibrations.complete(codec, weights)
-                store.calibrations.prepare(codec)
             except (NotFound, Unsupported) as error:
                 if asked:
                     raise
@@ -202,7 +205,7 @@ def _report(app: App, found: CodecBench, title: str, engine: str) -> None:
     for name, reason in found.skipped.items():
         app.out.warn(f"{name} is left out: {reason}")
     app.out.text(
-        f"{title}, {engine}: {len(found.texts)} texts, {found.context} tokens stored in blocks of"
+        f"{title}, {engine}: {units.count(len(found.texts), 'text')}, {found.context} tokens stored in blocks of"
         f" {found.block_size}, {found.held_out} compared"
     )
     app.out.text("")

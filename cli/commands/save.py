@@ -150,7 +150,7 @@ def _choose(app: App, loaded: Loaded, limit: float) -> Choice:
         return choice
     if choice.codec is not None:
         session.store_by(choice.codec)
-        told = f"{choice.codec.fidelity}, {choice.excess:.1e} above it"
+        told = f"{choice.codec.fidelity} is {choice.excess:.1e} above it"
     else:
         told = "no lossy codec holds the limit: stored exact"
     app.out.say(f"engine's own floor: KL {choice.floor:.1e}; {told}")

@@ -43,9 +43,8 @@ def get_codec(text: str) -> Codec:
             f" this kvsnap has version {kind.version}",
             "use the kvsnap that wrote it, or a newer one",
         )
-    values = _parameters(kind, pairs)
     try:
-        return kind(**values)
+        return kind(**_parameters(kind, pairs))
     except TypeError as error:  # an abstract class, a field without a default
         raise _broken(codec_id, error) from error
 
@@ -75,7 +74,8 @@ def _other_places(codec_id: str) -> list[str]:
 
 def _broken(codec_id: str, error: Exception) -> Unsupported:
     return Unsupported(
-        f"codec {codec_id} cannot be loaded: {type(error).__name__}: {error}",
+        f"codec {codec_id} cannot be loaded: {type(error).__name__}:"
+        f" {' '.join(str(error).split())}",
         "update or remove the package that it comes from",
     )
 

@@ -51,7 +51,9 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Kvtc(CalibratedCodec):
-    """`calibration`: digest of a registered calibration. `step`: what is rounded to."""
+    """`calibration`: digest of a registered calibration. `step`: what is rounded to. On the bundled
+    model in float32, blocks of 64 tokens: 9.9x at KL 1.4e-3 (mean of next-token distributions) with
+    0.005, 16.5x at 5.6e-3 with 0.01, 20.6x at 8.4e-3 with 0.013."""
 
     id = "kvtc"
     lossy = True

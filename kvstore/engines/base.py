@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from kvsnap.formats.identity import EXACT, Identity
 from kvsnap.formats.layout import Layout, Rows
-from kvsnap.formats.names import TokenIds, common_prefix
+from kvsnap.formats.names import TokenIds, common_prefix, token_array
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,28 @@ class Landing:
 @dataclass(frozen=True)
 class LossyRows:
     """Rows that were restored from a lossy codec: positions `start` to the end of `token_ids`.
-    Whatever the engine computed on top of them is of their fidelity, too."""
+    Whatever the engine computed on top of them is of their fidelity, too.
+
+    `digest` is that of the rows at `start`. It, not the ids alone, says whether they are in the
+    engine: an application may put states of its own into it and take them out.
+    """
 
     fidelity: str
     start: int
     token_ids: TokenIds
+    digest: str
+
+
+MARKS = 64
+"""How many such are remembered of one engine."""
+
+
+def digest_of(rows: Rows, token: int) -> str:
+    """BLAKE3 over one token's rows, plane after plane in the order of their names."""
+    hasher = blake3()
+    for name in sorted(rows):
+        hasher.update(np.ascontiguousarray(rows[name][:, token]).data.cast("B"))
+    return hasher.hexdigest()
 
 
 class Engine(ABC):
@@ -54,8 +72,8 @@ class Engine(ABC):
     holder: tuple[str, str] | None = None
     """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
 
-    lossy: LossyRows | None = None
-    """What was restored with loss last: such rows must never be stored as exact ones."""
+    marks: tuple[LossyRows, ...] = ()
+    """What was restored with loss: such rows must never be stored as exact ones."""
 
     @property
     @abstractmethod
@@ -98,12 +116,21 @@ class Engine(ABC):
         Raises `EngineError` if the engine does not take them; it holds no more than before.
         """
 
+    def held_lossy(self) -> LossyRows | None:
+        """The mark of the lossy rows that the engine holds, from the first of them on; or None."""
+        held = self.token_ids() if self.marks else token_array([])
+        found = [
+            mark
+            for mark in self.marks
+            if common_prefix(held, mark.token_ids) > mark.start
+            and digest_of(self.export(mark.start, mark.start + 1), 0) == mark.digest
+        ]
+        return min(found, key=lambda mark: mark.start, default=None)
+
     def held_fidelity(self) -> str:
         """Of the rows that the engine holds: `exact` unless lossy ones are among them."""
-        lossy = self.lossy
-        if lossy is None or common_prefix(self.token_ids(), lossy.token_ids) <= lossy.start:
-            return EXACT
-        return lossy.fidelity
+        lossy = self.held_lossy()
+        return lossy.fidelity if lossy is not None else EXACT
 
     @abstractmethod
     def truncate(self, tokens: int) -> None:

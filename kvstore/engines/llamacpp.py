@@ -103,12 +103,12 @@ class LlamaCpp(LlamaText):
         self.llm._kvsnap_holder = value  # adapters come and go; the context is what is shared
 
     @property
-    def lossy(self) -> LossyRows | None:
-        return getattr(self.llm, "_kvsnap_lossy", None)
+    def marks(self) -> tuple[LossyRows, ...]:
+        return getattr(self.llm, "_kvsnap_marks", ())
 
-    @lossy.setter
-    def lossy(self, value: LossyRows | None) -> None:
-        self.llm._kvsnap_lossy = value
+    @marks.setter
+    def marks(self, value: tuple[LossyRows, ...]) -> None:
+        self.llm._kvsnap_marks = value
 
     def export(self, start: int, stop: int) -> Rows:
         if not 0 <= start < stop <= self.llm.n_tokens:

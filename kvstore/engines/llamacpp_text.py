@@ -11,7 +11,7 @@ import numpy as np
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from kvsnap.engines.text import TextEngine
-from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.errors import DoesNotFit, EngineError, Unsupported, UsageError
 from kvsnap.formats.names import TokenIds, token_array
 
 
@@ -56,12 +56,21 @@ class LlamaText(TextEngine):
 
     def log_probs(self, token_ids: TokenIds) -> np.ndarray:
         """As `Llama.eval`, which copies logits only where it was made with `logits_all`."""
-        llm, found = self.llm, []
+        llm = self.llm
+        found: list[np.ndarray] = [np.empty((0, llm.n_vocab()), np.float32)]
+        if llm.n_tokens + len(token_ids) > self.capacity:
+            raise DoesNotFit(
+                f"{llm.n_tokens + len(token_ids)} tokens do not fit a context of {self.capacity}",
+                "make the context larger (--ctx)",
+            )
         for start in range(0, len(token_ids), llm.n_batch):
             batch, past = token_ids[start : start + llm.n_batch].tolist(), llm.n_tokens
             llm._ctx.kv_cache_seq_rm(-1, past, -1)
             llm._batch.set_batch(batch=batch, n_past=past, logits_all=True)
-            llm._ctx.decode(llm._batch)
+            try:
+                llm._ctx.decode(llm._batch)
+            except RuntimeError as error:
+                raise EngineError(f"llama.cpp could not evaluate: {error}") from error
             shape = (len(batch), llm.n_vocab())
             found.append(_log_softmax(np.ctypeslib.as_array(llm._ctx.get_logits(), shape=shape)))
             llm.input_ids[past : past + len(batch)] = batch

@@ -46,8 +46,7 @@ class Float32Model:
     """One model in float32 on the CPU; `dtype` F16, BF16 or F32 is what its rows are kept in."""
 
     def __init__(self, path: Path, dtype: str = "F16") -> None:
-        if not path.is_file():
-            raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
+        _check_gguf(path)
         try:
             import torch
             import transformers
@@ -70,10 +69,15 @@ class Float32Model:
                 self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     **place, dtype=torch.float32
                 )
-        except (ValueError, KeyError, OSError, ImportError, NotImplementedError) as error:
+        except ImportError as error:
+            raise Unsupported(
+                f"transformers lacks a package to read GGUF files: {_line(error)}",
+                "pip install 'kvsnap[hf]'",
+            ) from error
+        except Exception as error:  # whatever a cut file makes a parser raise
             raise EngineError(
-                f"transformers cannot load {path.name}: {str(error).splitlines()[0]}",
-                "it reads fewer architectures from GGUF files than llama.cpp",
+                f"transformers cannot load {path.name}: {_line(error)}",
+                "the file may be cut; and it reads fewer architectures from GGUF than llama.cpp",
             ) from error
         self.model.eval()
         self.config: Any = self.model.config
@@ -212,6 +216,22 @@ class Float32Model:
         dims = group.rope.dims
         front = keys[..., :dims].unflatten(-1, (dims // 2, 2)).transpose(-1, -2).flatten(-2)
         return self.torch.cat([front, keys[..., dims:]], -1)
+
+
+def _check_gguf(path: Path) -> None:
+    if not path.is_file():
+        raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}", "check its mode") from error
+    if magic != b"GGUF":
+        raise Unsupported(f"{path} is not a GGUF file", "give the path of a GGUF file with --model")
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _groups(config: Any) -> list[_Layers]:

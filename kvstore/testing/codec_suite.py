@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvsnap.formats.codecs import Codec, Stretch
+from kvsnap.formats.codecs import Codec, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.identity import EXACT
@@ -92,6 +92,11 @@ class CodecSuite:
         assert self.make() == codec
         assert len({self.make(), codec}) == 1
 
+    def test_it_is_found_again_by_what_it_says_of_itself(self) -> None:
+        """Its table entry, or its package's entry point, and its fields as text."""
+        codec = self.make()
+        assert get_codec(codec.fidelity if codec.lossy else codec.id) == codec
+
     @every_plane
     @pytest.mark.parametrize("kind", ["normal", "outliers", "constant", "tiny", "bits"])
     @pytest.mark.parametrize("tokens", TOKENS)
@@ -139,11 +144,18 @@ class CodecSuite:
             pytest.skip("a page is one piece")
         rows = self.rows(plane, 64)
         stored = self.coded(plane, rows, 64)
+        expected = self.decoded(plane, stored, rows, 64)
         wide = np.zeros((self.layers, 200, rows.shape[2]), rows.dtype)
         self.make().decode(self.at(plane, 64), stored, wide[:, 70:134])
-        assert np.array_equal(wide[:, 70:134], self.decoded(plane, stored, rows, 64))
+        assert np.array_equal(wide[:, 70:134], expected)
         assert not wide[:, :70].any()
         assert not wide[:, 134:].any()
+        columns = np.zeros((self.layers, rows.shape[2], 200), rows.dtype)  # as V may be kept
+        own = columns.transpose(0, 2, 1)[:, 70:134]
+        self.make().decode(self.at(plane, 64), stored, own)
+        assert np.array_equal(own, expected)
+        assert not columns[:, :, :70].any()
+        assert not columns[:, :, 134:].any()
 
     @every_plane
     @pytest.mark.parametrize("tokens", [3, 64, 100])
@@ -207,6 +219,7 @@ class CodecSuite:
             assert np.array_equal(out, rows)
             return
         bound = np.broadcast_to(self.make().max_error(self.at(plane, start), rows), rows.shape)
+        assert np.isfinite(bound).all()
         same = out == rows
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(to_values(plane, out) - to_values(plane, rows))

@@ -94,9 +94,22 @@ def test_where_no_codec_holds_the_limit_the_session_stays_exact(
     kvsnap: Any, model: Path, chat: Path
 ) -> None:
     arguments = ["save", "--model", model, "--messages", chat, "--session", "s", "--max-kl"]
-    done = kvsnap("--json", *arguments, "0", "--cache-type-k", "q8_0")
+    done = kvsnap("--json", *arguments, "0")
     assert done.code == 0, done.err
     assert done.json["fidelity"] == "exact"
+    told = kvsnap("--json", "show", "s").json["notes"]["max_kl"]
+    assert len(told["tried"]) == 2
+    assert all(tried["excess"] + tried["error"] > 0 for tried in told["tried"])
+
+
+def test_rows_that_the_engine_quantized_itself_stay_as_they_are(
+    kvsnap: Any, model: Path, chat: Path
+) -> None:
+    arguments = ["save", "--model", model, "--messages", chat, "--cache-type-k", "q8_0"]
+    assert kvsnap("--json", *arguments, "--max-kl", "1").json["fidelity"] == "exact"
+    done = kvsnap(*arguments, "--codec", "q8")
+    assert done.code == 1
+    assert "cannot take plane" in done.err
 
 
 @pytest.mark.parametrize(
@@ -106,6 +119,7 @@ def test_where_no_codec_holds_the_limit_the_session_stays_exact(
         (["--codec", "q8@2"], "version '2' of codec q8"),
         (["--codec", "lz4"], "known codecs"),
         (["--codec", "q8", "--max-kl", "1"], "not both"),
+        (["--max-kl", "nan"], "give a number"),
     ],
 )
 def test_a_wrong_codec_is_a_usage_error_of_two_lines(
@@ -114,4 +128,4 @@ def test_a_wrong_codec_is_a_usage_error_of_two_lines(
     done = kvsnap("save", "--model", model, "--messages", chat, *arguments)
     assert done.code == 2
     assert told in done.err
-    assert len(done.err.strip().splitlines()) == 2
+    assert len(done.err.strip().splitlines()) == 2, done.err

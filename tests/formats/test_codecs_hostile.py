@@ -104,7 +104,7 @@ def test_a_bomb_takes_no_memory() -> None:
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [c for c in CODECS if not get_codec(c).lossy])
 @pytest.mark.parametrize("change", ["missing", "extra", "renamed", "none"])
 def test_the_planes_must_be_exactly_the_codecs(codec: str, change: str) -> None:
     rows = np.zeros((2, 4, 16), np.uint16)

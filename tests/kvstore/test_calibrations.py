@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -96,8 +97,8 @@ def test_blocks_whose_calibration_cannot_be_used_are_a_miss_and_stay(
     engine.check_rows()
     forget(monkeypatch)
     report = verify_store(open_store())
-    assert len(report.bad) == 3
-    assert all("calibration" in bad.reason for bad in report.bad)
+    assert all("calibration" in bad.reason or bad.path == str(path) for bad in report.bad)
+    assert len(report.bad) == 3 + (how != "gone")  # a wrong file is told of itself, too
     assert len(list(open_store().place.blocks.glob("*/*"))) == 3
     assert not list(open_store().place.quarantine.glob("*"))
 
@@ -127,3 +128,50 @@ def test_another_layout_is_refused_before_anything_is_computed(open_store: Opene
     with pytest.raises(Unsupported, match="calibration has no plane"):
         turn(open_store(), engine, IDS, codec="kvtc")
     assert engine.evaluated == 0
+
+
+def test_nothing_is_stored_whose_calibration_is_not_in_this_store(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    # That another store of this process has it, or that it was here once, reads nothing back later.
+    with Store(tmp_path / "other") as other:
+        digest = put(other)
+        turn(other, StampedEngine(), IDS, codec="kvtc")
+    with pytest.raises(Unsupported, match="is not in the store"):
+        turn(open_store(), StampedEngine(), IDS, "chat", codec=f"kvtc;calibration={digest}")
+    assert not list(open_store().place.blocks.glob("*/*"))
+    store = open_store()
+    path = store.calibrations.path(put(store))
+    done = turn(store, StampedEngine(), IDS, "chat", codec="kvtc", save=False)
+    path.rename(path.with_name("my-model.safetensors"))
+    with pytest.raises(Unsupported, match="is not in the store"):
+        done.session.save()
+    assert store.calibrations.newest(WEIGHTS) is None
+
+
+def test_calibrating_again_heals_a_damaged_file(open_store: Opener) -> None:
+    store = open_store()
+    path = store.calibrations.path(put(store))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert [bad.path for bad in verify_store(store).bad] == [str(path)]
+    put(store)
+    assert verify_store(store).bad == []
+
+
+def test_another_models_calibration_is_not_used(open_store: Opener) -> None:
+    store = open_store()
+    digest = put(store, model="another model")
+    with pytest.raises(Unsupported, match="another model's"):
+        turn(store, StampedEngine(), IDS, codec=f"kvtc;calibration={digest}")
+    own = put(store)
+    turn(store, StampedEngine(), IDS, "chat", codec="kvtc")
+    tuned = StampedEngine(weights="fine-tuned")
+    done = turn(open_store(), tuned, IDS, "chat", save=False)
+    assert done.session.root.fidelity == EXACT
+    other = replace(untaught(tuned.layout, "fine-tuned"), finest=0.002)
+    theirs = store.calibrations.put(other)
+    done = turn(open_store(), StampedEngine(weights="fine-tuned"), IDS, "chat", save=False)
+    assert theirs in done.session.root.fidelity
+    assert own not in done.session.root.fidelity

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvsnap.formats.codecs import get_codec
-from kvsnap.formats.errors import NotFound, UsageError
+from kvsnap.formats.errors import Damaged, NotFound, UsageError
 from kvsnap.formats.identity import EXACT
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.recompress import recompress
@@ -48,19 +49,32 @@ def test_the_exact_blocks_stay_for_whoever_shares_them(open_store: Opener) -> No
     engine.check_rows()
 
 
-def test_a_recompressed_session_holds_what_a_lossy_save_holds(open_store: Opener) -> None:
+def test_a_recompressed_session_holds_what_a_lossy_save_holds(tmp_path: Path) -> None:
     rows = []
-    for name, recompressed in (("one", True), ("two", False)):
-        turn(open_store(), StampedEngine(), IDS, name, codec=None if recompressed else "q8")
-        if recompressed:
-            recompress(open_store(), name, Q8)
-            for path in open_store().place.blocks.glob("*/*"):
-                if b'"fidelity":"exact"' in path.read_bytes()[:2000]:
-                    path.unlink()
-        engine = StampedEngine()
-        turn(open_store(), engine, IDS, name, save=False)
-        rows.append(engine.export(0, 48))
+    for name, codec in (("recompressed", "zstd"), ("saved", "q8")):
+        with Store(tmp_path / name) as store:
+            turn(store, StampedEngine(), IDS, "chat", codec=codec)
+            if codec == "zstd":
+                recompress(store, "chat", Q8)
+                for (block,) in store.index.query("SELECT name FROM blocks WHERE codec = 'zstd'"):
+                    store.place.block(block).unlink()
+            engine = StampedEngine()
+            done = turn(store, engine, IDS, "chat", save=False)
+            assert done.resumed.fidelity == Q8.fidelity
+            rows.append(engine.export(0, 48))
     assert all(np.array_equal(rows[0][name], rows[1][name]) for name in rows[0])
+
+
+def test_a_damaged_tail_is_found_before_anything_is_written(open_store: Opener) -> None:
+    turn(open_store(), StampedEngine(), IDS, "chat")
+    store = open_store()
+    path = store.sessions.require("default", "chat")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged):
+        recompress(store, "chat", Q8)
+    assert store.index.query("SELECT DISTINCT codec FROM blocks") == [("zstd",)]
 
 
 def test_a_lossy_session_is_not_coded_again(open_store: Opener) -> None:
