@@ -26,7 +26,7 @@ Examples:
   kvsnap bench codecs --model m.gguf --texts my-texts --plot codecs.png
   kvsnap bench codecs --codec q8 --codec "q4;step=0.3" --engine llama.cpp
 """
-STEPS = {"kvtc": [f"kvtc;step={step}" for step in (0.0045, 0.008, 0.014, 0.02)]}
+STEPS = {"kvtc": [f"kvtc;step={step}" for step in (0.0037, 0.008, 0.014, 0.02)]}
 """Of what is measured by default, in the place of the codec's own default."""
 OUTLIERS = "+outliers"
 """Added to the weights' digest: the calibration of the model with scaled channels is another."""

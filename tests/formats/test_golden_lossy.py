@@ -10,6 +10,7 @@ import pytest
 
 from kvsnap.formats.block import BlockFile, parse_block
 from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.codecs.calibration import find, pack_calibration, parse_calibration, register
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.identity import root_of
 from kvsnap.formats.names import block_name
@@ -26,6 +27,9 @@ ROWS = {
     "q8": "4d6705716ae71d050b77c3c1acd6b3e911ddc1d8f992d97a949d6b685da5f78e",
     "q4": "c95429658300924086d298b7c66a7cb8c98302f41fc60c66580abffc0e7a656e",
 }
+CALIBRATION = "a1253a8fabf22abecaad52fbdbf15d061dd4f365fe838b8ce1ecc782cea702a5"
+KVTC = "f79a6bd160a9e8cbf786d88e75cb22d300d04b2ca518dbc3340d79f060b8c90f"
+KVTC_V = "5789c98990464230b2de0a656005e93c757ce449e146fb065358509c9758d331"
 codecs = pytest.mark.parametrize("codec", FILE)
 
 
@@ -68,3 +72,20 @@ def test_sinks_and_what_is_no_number_are_in_the_file_exactly(codec: str) -> None
     assert tensors["full.k.exact"].shape == (2, 5, 2, 8)
     assert rows(codec)["full.k"][1, 9, 5] == 0x7C00
     assert rows(codec)["full.v"][1, 9, 5] == 0x7F80
+
+
+def test_a_calibrated_block_decodes_with_the_calibration_that_it_names() -> None:
+    buffer = memoryview((FOLDER / "calibration.safetensors").read_bytes())
+    assert register(parse_calibration(buffer)) == CALIBRATION
+    packed = pack_calibration(find(CALIBRATION))
+    assert b"".join(bytes(memoryview(part)) for part in packed.buffers) == buffer
+    file = memoryview((FOLDER / "block-kvtc.safetensors").read_bytes())
+    assert check_file_digest(file) == KVTC
+    found = parse_block(file)
+    assert found.record.fidelity == f"kvtc@1;calibration={CALIBRATION};step=0.01"
+    found.check_content()
+    made = found.layout().empty(16)
+    found.decode_into(found.layout(), made)
+    # Products with ones and zeros are exact; K turns by sines, whose last bit a library may choose.
+    assert hashlib.sha256(made["full.v"].tobytes()).hexdigest() == KVTC_V
+    assert np.abs(made["full.k"].view("<f2")[:, 4:9].astype(np.float64)).max() < 200

@@ -70,7 +70,8 @@ def test_formats_loads_neither_torch_nor_an_engine_nor_the_store() -> None:
     modules = [
         str(path.relative_to(REPOSITORY).with_suffix("")).replace("/", ".")
         for path in MODULES
-        if path.name != "__init__.py"
+        # on_device is what an engine on a GPU asks for; nothing here imports it before it is used.
+        if path.name not in ("__init__.py", "on_device.py")
     ]
     program = "import sys\n" + "".join(f"import kvsnap.{name}\n" for name in modules)
     program += "print(*sorted(sys.modules))"

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvsnap.formats.block import BlockRecord, pack_block
 from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.codecs.calibration import pack_calibration, parse_calibration, register
 from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
@@ -20,6 +21,7 @@ from kvsnap.formats.names import ZERO_PARENT, chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.tenant import Tenant
+from kvsnap.testing.untaught import untaught
 
 ROPE = PlaneRope(pairing="interleaved", dims=8, base=10000.0)
 LAYOUT = Layout(
@@ -44,6 +46,7 @@ LAYOUT = Layout(
         ),
     )
 )
+LOSSY = Layout(groups=(LAYOUT.groups[0],))
 IDENTITY = Identity(
     family="llama.cpp",
     weights="blake3:" + "0123456789abcdef" * 4,
@@ -88,10 +91,17 @@ def block(codec: str) -> Packed:
     return pack_block(record, get_codec(codec), LAYOUT, rows(16, 32))
 
 
+def calibration() -> Packed:
+    """Its components are the channels themselves, so that products are exact on every machine."""
+    packed = pack_calibration(untaught(LOSSY, IDENTITY.weights))
+    register(parse_calibration(memoryview(b"".join(bytes(memoryview(b)) for b in packed.buffers))))
+    return packed
+
+
 def lossy_block(codec: str) -> Packed:
     """The first block of a chain in a lossy codec: sinks, an outlier channel, a token that is no
     number."""
-    chosen, layout = get_codec(codec), Layout(groups=(LAYOUT.groups[0],))
+    chosen, layout = get_codec(codec), LOSSY
     root = root_of(replace(IDENTITY, layout=layout, fidelity=chosen.fidelity), TENANT)
     (name,) = chain_names(root.key, IDS[:16], 16)
     made = layout.empty(16)
@@ -137,8 +147,11 @@ if __name__ == "__main__":
             path = folder / f"{kind}-{codec}.safetensors"
             path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
             print(path, packed.file_digest)
-    for codec in ("q8", "q4"):
-        path = folder / f"block-{codec}.safetensors"
+    path = folder / "calibration.safetensors"
+    path.write_bytes(b"".join(bytes(memoryview(b)) for b in calibration().buffers))
+    print(path, calibration().file_digest)
+    for codec in ("q8", "q4", f"kvtc;calibration={calibration().file_digest}"):
+        path = folder / f"block-{codec.partition(';')[0]}.safetensors"
         path.write_bytes(b"".join(bytes(memoryview(b)) for b in lossy_block(codec).buffers))
         print(path, lossy_block(codec).file_digest)
     (folder / "pin.safetensors").write_bytes(b"".join(bytes(b) for b in pin().buffers))
