@@ -29,6 +29,7 @@ _OURS = {
     "pins",
     "tmp",
     "quarantine",
+    "calibrations",
     "index.sqlite3",
     "index.sqlite3-wal",
     "index.sqlite3-shm",
@@ -163,9 +164,14 @@ def _leftovers(store: Store) -> Iterator[Finding]:
         )
 
 
+_DIGEST = rf"[0-9a-f]{{64}}{SUFFIX}"
+
+
 def _foreign(place: Place) -> Iterator[str]:
     """What stands in the store's folders and is not ours, as paths from the store's root."""
     yield from (p.name for p in _entries(place.root) if p.name not in _OURS)
+    named = (p for p in _entries(place.calibrations) if not re.fullmatch(_DIGEST, p.name))
+    yield from (str(p.relative_to(place.root)) for p in named)
     for pattern, folder in [
         (r"[0-9a-f]{2}", place.blocks),
         (r"[0-9a-f]{64}|default", place.sessions),
@@ -176,7 +182,7 @@ def _foreign(place: Place) -> Iterator[str]:
             if not re.fullmatch(pattern, entry.name):
                 yield str(entry.relative_to(place.root))
             elif folder is not place.temporary and not entry.is_symlink():
-                ours = rf"[0-9a-f]{{64}}{SUFFIX}" if folder is place.blocks else rf".*{SUFFIX}"
+                ours = _DIGEST if folder is place.blocks else rf".*{SUFFIX}"
                 inside = (p for p in _entries(entry) if not re.fullmatch(ours, p.name))
                 yield from (str(p.relative_to(place.root)) for p in inside)
 

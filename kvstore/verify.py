@@ -74,6 +74,7 @@ def verify_store(
             reason = "the file stands under another session's name"
             report.bad.append(Bad(session.record.name, str(path), reason))
         progress(len(paths) + number + 1, len(paths) + len(sessions))
+    report.checked += len(files.sizes(store.place.calibrations))
     for path, reason in store.calibrations.check():
         report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
     known = {bad.path for bad in report.bad}

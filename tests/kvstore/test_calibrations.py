@@ -12,6 +12,7 @@ from kvsnap.formats.codecs import calibration as registry
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.errors import NotFound, Unsupported
 from kvsnap.formats.identity import EXACT
+from kvsnap.kvstore.doctor import examine
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
@@ -175,3 +176,12 @@ def test_another_models_calibration_is_not_used(open_store: Opener) -> None:
     done = turn(open_store(), StampedEngine(weights="fine-tuned"), IDS, "chat", save=False)
     assert theirs in done.session.root.fidelity
     assert own not in done.session.root.fidelity
+
+
+def test_the_doctor_knows_the_folder_and_tells_of_strangers_in_it(open_store: Opener) -> None:
+    store = open_store()
+    path = store.calibrations.path(put(store))
+    assert not [f for f in examine(store.path) if "not kvsnap's" in f.what]
+    path.with_name("my-model.safetensors").write_bytes(path.read_bytes())
+    (told,) = [f for f in examine(store.path) if "not kvsnap's" in f.what]
+    assert "calibrations/my-model.safetensors" in told.what
