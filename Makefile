@@ -25,6 +25,8 @@ bench: .venv/ready
 	$(BIN)/python tests/bench/first_token.py
 	$(BIN)/python tests/bench/restore.py
 	$(BIN)/python tests/bench/block_size.py
+	$(BIN)/python tests/bench/free_running.py
+	$(BIN)/kvsnap bench codecs
 	$(BIN)/kvsnap bench store --blocks 100000
 
 dist: clean .venv/ready

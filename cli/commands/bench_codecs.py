@@ -76,6 +76,13 @@ OUTLIERS = "+outliers"
     help="float32 is free of the engine's own noise, and needs the extra hf.",
 )
 @click.option(
+    "--dtype",
+    type=click.Choice(["f16", "bf16", "f32"]),
+    default="f16",
+    show_default=True,
+    help="Element type of the rows (float32 only; llama.cpp has its own).",
+)
+@click.option(
     "--outliers",
     is_flag=True,
     help="Scale a few channel pairs of K by 30 in every head, and Q against it: the same model, with"
@@ -96,6 +103,7 @@ def command(
     context: int,
     tokens: int,
     engine: str,
+    dtype: str,
     outliers: bool,
     plot: Path | None,
 ) -> None:
@@ -118,7 +126,7 @@ def command(
     with contextlib.ExitStack() as stack:
         default = stack.enter_context(as_file(resources("kvsnap.samples") / "texts"))
         read = read_texts(texts or default)
-        runner, tokenize = _runner(path, engine, context + tokens, stack)
+        runner, tokenize = _runner(path, engine, dtype, context + tokens, stack)
         if outliers:
             runner.scale_keys()
         chosen = _codecs(app, codecs, path, outliers)
@@ -142,19 +150,21 @@ def command(
                 step=step,
             )
     title = path.name + (", with outlier channels" if outliers else "")
-    _report(app, found, title, engine)
+    _report(app, found, title, engine, dtype)
     if plot is not None:
         from kvsnap.cli.plot_codecs import draw
 
         draw(found, plot, title)
 
 
-def _runner(path: Path, engine: str, tokens: int, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+def _runner(
+    path: Path, engine: str, dtype: str, tokens: int, stack: contextlib.ExitStack
+) -> tuple[Any, Any]:
     """What is measured with, and how it makes tokens of text."""
     if engine == "float32":
         from kvsnap.kvstore.measure.float32 import Float32Model
 
-        model = Float32Model(path)
+        model = Float32Model(path, dtype.upper())
         return model, model.tokenize
     from kvsnap.cli.engine import require_llama
 
@@ -198,14 +208,16 @@ def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list
     return found
 
 
-def _report(app: App, found: CodecBench, title: str, engine: str) -> None:
+def _report(app: App, found: CodecBench, title: str, engine: str, dtype: str) -> None:
     if app.out.as_json:
-        app.out.json({"model": title, "engine": engine, **dataclasses.asdict(found)})
+        app.out.json(
+            {"model": title, "engine": engine, "dtype": dtype, **dataclasses.asdict(found)}
+        )
         return
     for name, reason in found.skipped.items():
         app.out.warn(f"{name} is left out: {reason}")
     app.out.text(
-        f"{title}, {engine}: {units.count(len(found.texts), 'text')}, {found.context} tokens stored in blocks of"
+        f"{title}, {engine}, rows of {dtype}: {units.count(len(found.texts), 'text')}, {found.context} tokens stored in blocks of"
         f" {found.block_size}, {found.held_out} compared"
     )
     app.out.text("")

@@ -18,11 +18,11 @@ from kvsnap.formats.codecs.base import Codec, Stretch
 from kvsnap.formats.errors import Unsupported
 
 CODECS = {
-    "kvtc": "kvsnap.formats.codecs.kvtc:Kvtc",
-    "q4": "kvsnap.formats.codecs.q4:Q4",
-    "q8": "kvsnap.formats.codecs.q8:Q8",
     "raw": "kvsnap.formats.codecs.raw:Raw",
     "zstd": "kvsnap.formats.codecs.zstd:Zstd",
+    "q8": "kvsnap.formats.codecs.q8:Q8",
+    "q4": "kvsnap.formats.codecs.q4:Q4",
+    "kvtc": "kvsnap.formats.codecs.kvtc:Kvtc",
 }
 DEFAULT_CODEC = "zstd"
 ENTRY_POINTS = "kvsnap.codecs"
@@ -50,7 +50,9 @@ def get_codec(text: str) -> Codec:
 
 
 def known_codecs() -> list[str]:
-    return sorted({*CODECS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    """The built-in ones from the largest files to the smallest, then other packages'."""
+    others = {point.name for point in entry_points(group=ENTRY_POINTS)} - CODECS.keys()
+    return [*CODECS, *sorted(others)]
 
 
 def _class_of(codec_id: str) -> type[Codec]:

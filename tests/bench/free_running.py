@@ -1,6 +1,6 @@
 """Greedy text of llama.cpp on restored rows, exact against each codec.
 
-.venv/bin/python tests/bench/free_running.py [--codec ID ...]
+.venv/bin/python tests/bench/free_running.py [--codec ID ...] [--calibration STORE]
 
 64 greedy tokens after 1,536 tokens of each text of samples/texts, and answers to questions about a
 system prompt. A session is saved by each codec and resumed in a new context, as users do it. Greedy
@@ -11,6 +11,7 @@ questions are still answered with the fact that the prompt holds.
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,10 +66,15 @@ def continued(store: Store, own: LlamaCpp, ids: TokenIds, codec: str) -> list[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--codec", action="append")
-    codecs = parser.parse_args().codec or ["raw", "q8", "q4"]
+    parser.add_argument("--calibration", type=Path, help="a store that has the model's, for kvtc")
+    arguments = parser.parse_args()
+    codecs = arguments.codec or ["raw", "q8", "q4"]
     model = bundled_model()
     with tempfile.TemporaryDirectory() as folder, engine(model) as own:
         stores = {codec: Store(Path(folder) / str(n)) for n, codec in enumerate(codecs)}
+        if arguments.calibration:
+            for store in stores.values():
+                shutil.copytree(arguments.calibration / "calibrations", store.place.calibrations)
         prompts = {
             path.stem: own.tokenize(path.read_text("utf-8"), first=True)[:CONTEXT]
             for path in sorted((SAMPLES / "texts").glob("*.txt"))
@@ -83,7 +89,7 @@ def main() -> None:
         for ids in [*prompts.values(), *asked.values()]:
             own.truncate(0)
             own.evaluate(ids)
-            own.lossy = None
+            own.marks = ()
             for codec, store in stores.items():
                 Session(store, own, codec=codec).put_filled()
         texts: dict[str, dict[str, list[int]]] = {}
