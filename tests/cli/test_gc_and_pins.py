@@ -55,10 +55,10 @@ def test_a_dry_run_prints_what_gc_then_does(kvsnap: Run, filled: Store) -> None:
 
 def test_gc_says_in_words_what_went_and_who_loses_by_it(kvsnap: Run, filled: Store) -> None:
     planned = kvsnap("gc", "--dry-run", "--capacity", room_for(filled, 6))
-    assert planned.out.startswith("5 blocks would go, 18.2 kB;")
+    assert planned.out.startswith("5 blocks would go, 18.6 kB;")
     assert "session 'old' loses the end of its blocks" in planned.err
     done = kvsnap("gc", "--capacity", room_for(filled, 6))
-    assert done.out.startswith("5 blocks went, 18.2 kB;")
+    assert done.out.startswith("5 blocks went, 18.6 kB;")
     quiet = kvsnap("gc", "--quiet", "--capacity", room_for(filled, 1))
     assert quiet.err == ""
 

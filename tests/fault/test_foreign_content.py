@@ -39,7 +39,7 @@ def third_block(store: Store) -> Path:
 
 @pytest.mark.parametrize(
     "metadata",
-    [{"codec": "fp8"}, {"codec": "os:system"}, {"kvsnap": "9"}, {"fidelity": "int4"}],
+    [{"codec": "fp8"}, {"codec": "os:system"}, {"kvsnap": "9"}],
     ids=str,
 )
 def test_a_kind_that_is_not_known_is_a_miss_and_the_file_stays(
@@ -58,6 +58,24 @@ def test_a_kind_that_is_not_known_is_a_miss_and_the_file_stays(
     assert not list(store.place.quarantine.glob("*"))
     report = verify_store(open_store(), progress=lambda done, total: None)
     assert [bad.path for bad in report.bad] == [str(path)]
+
+
+@pytest.mark.parametrize("fidelity", ["int4", "q8@1", ""])
+def test_a_block_that_lies_about_its_fidelity_is_set_aside(
+    open_store: Opener, fidelity: str
+) -> None:
+    # No writer of any version gives that: fidelity decides the name, and this one is an exact one's.
+    store = open_store()
+    turn(store, StampedEngine(), IDS)
+    path = third_block(store)
+    rewrite(path, fidelity=fidelity)
+    assert [bad.path for bad in verify_store(open_store()).bad] == [str(path)]
+    engine = StampedEngine()
+    done = turn(open_store(), engine, IDS).resumed
+    assert engine.positions == list(range(32, 65))
+    assert len(done.damage) == 1
+    assert list(store.place.quarantine.glob("*"))
+    assert verify_store(open_store()).bad == []
 
 
 @pytest.mark.parametrize("size", [2**32 + 5, 2**42])

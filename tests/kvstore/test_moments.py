@@ -59,9 +59,9 @@ def test_a_block_that_went_and_was_stored_again_while_it_was_looked_for_is_found
     path, aside = store.place.block(name), store.path / "aside"
     real = store.blocks.set_aside
 
-    def stored_again(*args: object) -> bool:
+    def stored_again(*args: object, **more: object) -> bool:
         aside.rename(path)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args, **more)  # type: ignore[arg-type]
 
     path.rename(aside)
     store.blocks.set_aside = stored_again  # type: ignore[method-assign]
