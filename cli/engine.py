@@ -125,7 +125,8 @@ def count_tokens(model: Path, source: Any) -> int:
     Ids are counted; text goes through the model's own tokenizer, which loads in 60 ms. Messages are
     counted as text, with room for the template's words around each.
     """
-    from kvsnap.engines.llamacpp_load import check_model, vocabulary
+    from kvsnap.engines.gguf import check_model
+    from kvsnap.engines.llamacpp_load import vocabulary
 
     check_model(model)
     if source.token_ids is not None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
+from kvsnap.cli import interrupt
 from kvsnap.cli.output import Output
+
+Step: TypeAlias = Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
@@ -24,6 +28,25 @@ def bar(out: Output, title: str, unit: str) -> Iterator[Callable[[int, int], Non
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=1)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def in_turn(out: Output, titles: Mapping[str, str], unit: str) -> Iterator[Step]:
+    """Bars for several kinds of work, one after the other: yields `step(kind, done, total)`, which
+    Ctrl-C ends. `titles`: kind → what stands before its bar; `unit` of all, or "" for the kind."""
+    drawn: dict[str, Callable[[int, int], None]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def step(kind: str, done: int, total: int) -> None:
+            interrupt.check()
+            if kind not in drawn:
+                stack.close()
+                drawn[kind] = stack.enter_context(bar(out, titles[kind], unit or kind))
+            drawn[kind](done, total)
+            if done >= total:
+                stack.close()
+
+        yield step
 
 
 def when_it_starts(out: Output, title: str, unit: str) -> Callable[[int, int], None]:

@@ -49,6 +49,18 @@ class Wanted:
     start: int
     token_ids: TokenIds
 
+    def record(self, root: Root) -> BlockRecord:
+        """What its file says, stored under `root`."""
+        return BlockRecord(
+            self.name,
+            self.parent,
+            root.root_id,
+            self.start,
+            self.token_ids,
+            root.identity,
+            fidelity=root.fidelity,
+        )
+
 
 Fits = Callable[[BlockRecord], None]
 """Raises where a file's record is not what was asked for."""
@@ -125,15 +137,7 @@ class Blocks:
         """
         if not anew and self.has(wanted.name):
             return 0
-        record = BlockRecord(
-            wanted.name,
-            wanted.parent,
-            root.root_id,
-            wanted.start,
-            wanted.token_ids,
-            root.identity,
-            fidelity=root.fidelity,
-        )
+        record = wanted.record(root)
         packed = pack_block(record, codec, layout, rows)
         path = self.place.block(wanted.name)
         with self.space.write(packed, wanted.name) as room:

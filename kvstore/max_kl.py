@@ -18,6 +18,7 @@ import numpy as np
 
 from kvsnap.engines.text import TextEngine
 from kvsnap.formats.codecs import CODECS, Codec, get_codec
+from kvsnap.formats.codecs.uniform import narrow, widen
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 from kvsnap.formats.identity import EXACT
 from kvsnap.formats.layout import Array, Layout, Plane, Rows
@@ -162,10 +163,8 @@ def _rounded(plane: Plane, rows: Array) -> Array:
         return np.where((shorter & 0x7F80) == 0x7F80, rows, shorter)
     kind = np.dtype("<f2") if plane.dtype == "F16" else np.dtype("<f4")
     given = np.ascontiguousarray(rows).view(kind)
-    bits = given.astype("<f4").view("<u4")
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     with np.errstate(over="ignore"):
-        found = bits.view("<f4").astype(kind)
+        found = widen("BF16", narrow("BF16", given.astype("<f4"))).astype(kind)
     found = np.where(np.isfinite(found), found, given)  # the largest halves would overflow
     rounded: Array = found.view(plane.memory_dtype)
     return rounded

@@ -206,12 +206,4 @@ def _whole_record(root: Root, block: Wanted) -> BlockRecord | None:
     they make another name."""
     if names.block_name(root.key, block.parent, block.token_ids) != block.name:
         return None
-    return BlockRecord(
-        block.name,
-        block.parent,
-        root.root_id,
-        block.start,
-        block.token_ids,
-        root.identity,
-        fidelity=root.fidelity,
-    )
+    return block.record(root)

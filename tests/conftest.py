@@ -34,7 +34,7 @@ CHILD = Path(__file__).parent / "child.py"
 def model() -> Path:
     """The bundled GGUF file."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from kvsnap.cli.commands.demo import bundled_model
+    from kvsnap.cli.bundled import bundled_model
 
     return bundled_model()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsnap.cli import units
+from kvsnap.cli.bundled import bundled_model, bundled_model_option
 from kvsnap.cli.main import App
 from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 
@@ -28,17 +29,10 @@ Examples:
 """
 STEPS = {"kvtc": [f"kvtc;step={step}" for step in (0.0037, 0.008, 0.014, 0.02)]}
 """Of what is measured by default, in the place of the codec's own default."""
-OUTLIERS = "+outliers"
-"""Added to the weights' digest: the calibration of the model with scaled channels is another."""
 
 
 @click.command("codecs", epilog=EXAMPLES)
-@click.option(
-    "--model",
-    metavar="M",
-    type=click.Path(path_type=Path),
-    help="A GGUF file instead of the bundled SmolLM2-135M-Instruct.",
-)
+@bundled_model_option
 @click.option(
     "--texts",
     metavar="DIR",
@@ -112,9 +106,7 @@ def command(
     Each text's first tokens are stored as block files and restored; the next ones are evaluated on
     the restored rows, and their distributions compared with those on the exact rows.
     """
-    from kvsnap.cli import interrupt
-    from kvsnap.cli.commands.demo import bundled_model
-    from kvsnap.cli.progress import bar
+    from kvsnap.cli.progress import in_turn
     from kvsnap.kvstore.measure.bench_codecs import bench_codecs, read_texts
     from kvsnap.kvstore.pictures import check_plot
 
@@ -130,17 +122,7 @@ def command(
         if outliers:
             runner.scale_keys()
         chosen = _codecs(app, codecs, path, outliers)
-        bars = contextlib.ExitStack()
-        drawn: dict[str, Any] = {}
-
-        def step(what: str, done: int, total: int) -> None:
-            interrupt.check()
-            if what not in drawn:
-                bars.close()
-                drawn[what] = bars.enter_context(bar(app.out, what, what))
-            drawn[what](done, total)
-
-        with bars:
+        with in_turn(app.out, {"texts": "texts", "codecs": "codecs"}, "") as step:
             found = bench_codecs(
                 runner,
                 chosen,
@@ -182,8 +164,9 @@ def _runner(
 def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list[Codec]:
     """Those that were asked for, else all; calibrated ones with the store's newest calibration of
     the model, or left out with a warning."""
-    from kvsnap.engines.weights_of import weights_digest
+    from kvsnap.engines.gguf import weights_digest
     from kvsnap.formats.codecs import get_codec, known_codecs
+    from kvsnap.kvstore.measure.float32 import OUTLIERS
 
     texts = [t for own in known_codecs() for t in STEPS.get(own, (own,))]
     found: list[Codec] = []

@@ -104,7 +104,7 @@ def parse_lengths(text: str | None) -> list[int]:
 
 def _room(model: Path, lengths: Sequence[int]) -> int:
     """Tokens that the context must have; the trained length bounds it later."""
-    from kvsnap.engines.llamacpp_load import check_model
+    from kvsnap.engines.gguf import check_model
 
     check_model(model)
     return max(lengths) + 2**10  # rounding up to blocks of any sensible size

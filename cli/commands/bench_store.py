@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -62,8 +62,7 @@ def command(app: App, blocks: int, keep: Path | None) -> None:
     afterwards. The look-up is that of a prompt of the longest chain: 2,000 blocks, or half of a
     small store. The store's own blocks are not touched.
     """
-    from kvsnap.cli import interrupt
-    from kvsnap.cli.progress import bar
+    from kvsnap.cli.progress import in_turn
     from kvsnap.kvstore.measure.bench_store import HOW_BUILT, bench_store, temporary_folder
     from kvsnap.kvstore.place import default_path
 
@@ -72,19 +71,7 @@ def command(app: App, blocks: int, keep: Path | None) -> None:
         folder = keep or stack.enter_context(temporary_folder(beside.absolute()))
         folder = folder.expanduser().absolute()
         app.out.say(f"building a store in {folder}; let nothing else run meanwhile")
-        bars = contextlib.ExitStack()
-        drawn: dict[str, Any] = {}
-
-        def step(what: str, done: int, total: int) -> None:
-            interrupt.check()
-            if what not in drawn:
-                bars.close()
-                drawn[what] = bars.enter_context(bar(app.out, TITLES[what], "blocks"))
-            drawn[what](done, total)
-            if done >= total:
-                bars.close()
-
-        with bars:
+        with in_turn(app.out, TITLES, "blocks") as step:
             found = bench_store(folder, blocks, step)
         _report(app, found, keep, HOW_BUILT)
         if keep is None:

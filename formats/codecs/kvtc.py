@@ -31,7 +31,7 @@ from kvsnap.formats.codecs.base import CalibratedCodec, Stretch
 from kvsnap.formats.codecs.calibration import LayerGroup, PlaneCalibration, find
 from kvsnap.formats.codecs.rope import rotate
 from kvsnap.formats.codecs.stored import check_elements, check_names
-from kvsnap.formats.codecs.uniform import widen
+from kvsnap.formats.codecs.uniform import narrow, widen
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.layout import Array
@@ -99,7 +99,7 @@ class Kvtc(CalibratedCodec):
         if len(codes.left):
             raise Damaged("tensor .codes is longer than its tokens")
         _rotate(at, values)
-        narrowed = _narrow(at, values.reshape(out.shape))
+        narrowed = narrow(at.plane.dtype, values.reshape(out.shape))
         if len(tokens) == out.shape[1]:
             out[...] = narrowed
         else:
@@ -159,7 +159,7 @@ class Kvtc(CalibratedCodec):
                 again[layers, some] = _as_rows(parts.vectors(group, self.step, part), group, at)
                 limit[layers, some] = self._limit(group, weights, at)
         _rotate(at, again)
-        narrowed = _narrow(at, again.reshape(rows.shape))
+        narrowed = narrow(at.plane.dtype, again.reshape(rows.shape))
         beyond = escape.kept_tokens(Stretch(at.name, at.plane, escape.SINKS), narrowed)
         true = widen(at.plane.dtype, escape.without(rows, kept))
         off = np.abs(widen(at.plane.dtype, escape.without(narrowed, beyond)) - true)
@@ -244,18 +244,6 @@ def _as_rows(vectors: Array, group: LayerGroup, at: Stretch) -> Array:
 def _rotate(at: Stretch, values: Array) -> None:
     if at.plane.rope is not None:
         rotate(at.plane.rope, values, at.start)
-
-
-def _narrow(at: Stretch, values: Array) -> Array:
-    """float32 to element bits, to nearest even; what is too large becomes infinite."""
-    if at.plane.dtype == "F32":
-        return values.view(np.uint32)
-    if at.plane.dtype == "F16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return (bits >> 16).astype(np.uint16)
 
 
 def _with_rounding(at: Stretch, limit: Array, true: Array, share: float) -> Array:

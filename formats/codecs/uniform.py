@@ -96,6 +96,19 @@ def _flushes() -> bool:
     return not (_TINY * np.float32(2.0**-20)).any()
 
 
+def narrow(dtype: str, values: Array) -> Array:
+    """float32 to element bits, to nearest even; what is too large becomes infinite. Of BF16 the
+    values' memory is used up."""
+    if dtype == "F32":
+        return values.view(np.uint32)
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits >> 16).astype(np.uint16)
+
+
 def chunks(layers: int, tokens: int, width: int) -> Iterator[tuple[slice, slice, int]]:
     """Layers and tokens to take together, and the number of the tokens' group."""
     for first in range(0, tokens, GROUP):

@@ -19,7 +19,7 @@ from typing import Any
 
 import llama_cpp
 
-from kvsnap.engines.weights_of import model_shards, weights_digest
+from kvsnap.engines.gguf import model_shards, weights_digest
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.identity import Adapter, Identity, Rope
 from kvsnap.formats.interchange.ggml import GgmlType, ggml_type

@@ -13,7 +13,8 @@ import llama_cpp
 from llama_cpp import _internals
 from llama_cpp._logger import set_verbose
 
-from kvsnap.formats.errors import EngineError, NotFound, Unsupported, UsageError
+from kvsnap.engines.gguf import check_model
+from kvsnap.formats.errors import EngineError, NotFound, UsageError
 from kvsnap.formats.interchange.ggml import ggml_type_named
 
 ROUND_CONTEXT = 256
@@ -41,24 +42,6 @@ class LoadOptions:
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
     lora: str | None = None
-
-
-def check_model(path: Path) -> None:
-    """Raise before llama.cpp is asked: it would print pages, and abort on some files."""
-    if not path.exists():
-        raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
-    if not path.is_file():
-        raise UsageError(f"{path} is not a file", "give the path of a GGUF file with --model")
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise NotFound(f"cannot read {path}: {error.strerror}", "check its mode") from error
-    if magic != b"GGUF":
-        raise Unsupported(
-            f"{path} is not a GGUF file (it starts with {magic!r})",
-            "llama.cpp reads GGUF files; convert the model, or name another file",
-        )
 
 
 @contextlib.contextmanager

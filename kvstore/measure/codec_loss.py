@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvsnap.formats.block import BlockRecord, pack_block, parse_block
+from kvsnap.formats.block import pack_block, parse_block
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Layout, Rows
@@ -84,17 +84,10 @@ def through_files(
     restored = {name: array.copy() for name, array in rows.items()}
     total = 0
     for block in chain(chain_names(root.key, ids, block_size), ids, block_size):
-        record = BlockRecord(
-            block.name,
-            block.parent,
-            root.root_id,
-            block.start,
-            block.token_ids,
-            root.identity,
-            fidelity=root.fidelity,
-        )
         own = slice(block.start, block.start + block_size)
-        packed = pack_block(record, codec, layout, {n: a[:, own] for n, a in rows.items()})
+        packed = pack_block(
+            block.record(root), codec, layout, {n: a[:, own] for n, a in rows.items()}
+        )
         file = parse_block(memoryview(b"".join(packed.buffers)))
         file.decode_into(layout, {n: a[:, own] for n, a in restored.items()})
         total += packed.size

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.formats.errors import EngineError, NotFound, Unsupported
+from kvsnap.engines.gguf import check_model
+from kvsnap.formats.errors import EngineError, Unsupported
 from kvsnap.formats.layout import Array, Group, Layout, Plane, PlaneRope, Rows
 from kvsnap.formats.names import TokenIds, token_array
 
@@ -31,6 +32,8 @@ neighbours; transformers undoes that when it loads them, and rotates halves (con
 OUTLIER_PAIRS, OUTLIER_FACTOR = (3, 11, 27), 30.0
 """Outlier channels as some models have them by nature: 4-bit codecs that share a scale between
 channels fall apart there."""
+OUTLIERS = "+outliers"
+"""Added to the weights' digest: the calibration of a model with scaled channels is another."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Float32Model:
     """One model in float32 on the CPU; `dtype` F16, BF16 or F32 is what its rows are kept in."""
 
     def __init__(self, path: Path, dtype: str = "F16") -> None:
-        _check_gguf(path)
+        check_model(path)
         try:
             import torch
             import transformers
@@ -216,18 +219,6 @@ class Float32Model:
         dims = group.rope.dims
         front = keys[..., :dims].unflatten(-1, (dims // 2, 2)).transpose(-1, -2).flatten(-2)
         return self.torch.cat([front, keys[..., dims:]], -1)
-
-
-def _check_gguf(path: Path) -> None:
-    if not path.is_file():
-        raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise NotFound(f"cannot read {path}: {error.strerror}", "check its mode") from error
-    if magic != b"GGUF":
-        raise Unsupported(f"{path} is not a GGUF file", "give the path of a GGUF file with --model")
 
 
 def _line(error: Exception) -> str:

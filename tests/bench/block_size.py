@@ -24,7 +24,7 @@ import numpy as np
 from synthetic import Filled
 
 import kvsnap
-from kvsnap.cli.commands.demo import bundled_model
+from kvsnap.cli.bundled import bundled_model
 from kvsnap.engines import LlamaCpp
 from kvsnap.kvstore.restore import read_blocks
 

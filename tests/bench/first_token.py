@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsnap.cli.commands.demo import bundled_model
+from kvsnap.cli.bundled import bundled_model
 
 
 def run(store: Path, *arguments: object) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvsnap.cli.commands.demo import bundled_model
+from kvsnap.cli.bundled import bundled_model
 from kvsnap.engines import LlamaCpp
 from kvsnap.engines.llamacpp_load import LoadOptions, load_llama
 from kvsnap.formats.names import TokenIds, common_prefix, token_array

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from synthetic import Filled, best_of
 
 import kvsnap
-from kvsnap.cli.commands.demo import bundled_model
+from kvsnap.cli.bundled import bundled_model
 from kvsnap.engines import LlamaCpp
 from kvsnap.kvstore.restore import read_blocks
 

@@ -1,4 +1,4 @@
-"""The digest of a GGUF model's weights, without loading an engine."""
+"""What is asked of a GGUF file before an engine loads it: is it one, and which weights are these."""
 
 from __future__ import annotations
 
@@ -6,7 +6,25 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kvsnap.formats.errors import NotFound
+from kvsnap.formats.errors import NotFound, Unsupported, UsageError
+
+
+def check_model(path: Path) -> None:
+    """Raise before llama.cpp is asked: it would print pages, and abort on some files."""
+    if not path.exists():
+        raise NotFound(f"no model file {path}", "give the path of a GGUF file with --model")
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file", "give the path of a GGUF file with --model")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}", "check its mode") from error
+    if magic != b"GGUF":
+        raise Unsupported(
+            f"{path} is not a GGUF file (it starts with {magic!r})",
+            "llama.cpp reads GGUF files; convert the model, or name another file",
+        )
 
 
 def model_shards(path: Path) -> list[Path]:
