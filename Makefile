@@ -26,6 +26,7 @@ bench: .venv/ready
 	$(BIN)/python tests/bench/restore.py
 	$(BIN)/python tests/bench/block_size.py
 	$(BIN)/python tests/bench/free_running.py
+	$(BIN)/python tests/bench/codec_choices.py
 	$(BIN)/kvsnap bench codecs
 	$(BIN)/kvsnap bench store --blocks 100000
 

@@ -1,9 +1,8 @@
 """The smallest codec that holds a limit on KL, measured on this session and this engine.
 
-An engine has a floor of its own: llama.cpp's distributions move by a KL of about 3e-3 on the bundled
-model when nothing but the batches or the last bits of the rows change. The floor is measured in the
-same run, by rows
-rounded to bfloat16 and back; what the limit bounds is a codec's excess over it.
+An engine has a floor of its own: llama.cpp's distributions move by a KL of 2.4e-3 on the bundled
+model when nothing but the last bits of the rows change. The floor is measured in the same run, by
+rows rounded to bfloat16 and back; what the limit bounds is a codec's excess over it.
 """
 
 from __future__ import annotations

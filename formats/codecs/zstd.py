@@ -2,7 +2,7 @@
 
 Elements are split by byte: `.b0` holds every element's lowest byte, `.b1` the next, and so on. The
 high byte (sign, exponent) compresses, the lower ones are noise: on the bundled model's f16 rows
-zstd-1 on the high plane alone gave 1.16x, levels 3 and 9 no more at a fifth of the speed. Other
+zstd-1 on the high plane alone gave 1.16x, levels 3 and 9 no more, 9 at half of the speed. Other
 kinds of rows are one plane `.b0`. A plane that does not shrink is stored as it is: a stored length
 equal to the decoded one means raw, a shorter one means a zstd frame.
 """
