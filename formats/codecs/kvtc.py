@@ -126,7 +126,8 @@ class Kvtc(CalibratedCodec):
         if self.step < calibration.finest:
             raise Unsupported(
                 f"codec kvtc: the calibration is good for steps from {calibration.finest},"
-                f" not for {self.step}"
+                f" not for {self.step}",
+                "take a larger step",
             )
         plane = calibration.planes.get(at.name)
         if plane is None or plane.row != at.plane.row or plane.layers != len(rows):
