@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsnap.formats.errors import NotAllStored, StoreFull
+from kvsnap.formats.errors import NotAllStored, NotFound, StoreFull
 from kvsnap.formats.names import chain_names
 from kvsnap.kvstore import holds, pins
 from kvsnap.kvstore.gc import gc
@@ -139,10 +139,12 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def unpin(self, number: int) -> None:
         what = sorted(self.pinned, key=str)[number % len(self.pinned)]
-        if isinstance(what, bytes):
-            self.store.pins.unpin_block(what)
-        else:
-            self.store.pins.unpin_session(self._tenant(), str(what))
+        expired = self.pinned[what][1] <= self.clock.now
+        with contextlib.suppress(NotFound) if expired else contextlib.nullcontext():  # gc took it
+            if isinstance(what, bytes):
+                self.store.pins.unpin_block(what)
+            else:
+                self.store.pins.unpin_session(self._tenant(), str(what))
         del self.pinned[what]
 
     @precondition(lambda self: self._usable())
