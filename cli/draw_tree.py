@@ -40,10 +40,15 @@ def draw(tree: Any) -> Iterator[str]:
             )
 
 
+def _counts(node: Any) -> list[str]:
+    states = [units.count(node.states, "state")] if node.states else []
+    return [units.count(node.blocks, "block"), *states]
+
+
 def _label(node: Any, with_model: bool) -> str:
     parts = [
         f"{node.start}–{node.start + node.tokens - 1}" if node.tokens else f"{node.start}–?",
-        f"{units.count(node.blocks, 'block')}, {units.size(node.bytes)}",
+        f"{', '.join(_counts(node))}, {units.size(node.bytes)}",
         f"reused {units.count(node.reused, 'time')}" if node.reused else "never reused",
         node.last_block[:12],
     ]

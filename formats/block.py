@@ -1,4 +1,9 @@
-"""Block files: one filled block, immutable. See docs/format.md, section "Block file"."""
+"""Block files: one filled block, immutable; and state checkpoints, which are named and stored alike.
+
+A state checkpoint is what an engine needs besides blocks to go on from a position: the rows of the
+tokens after the last filled block, and of groups with a span what is there of them. It stands in the
+tree as a block does, and nothing stands on it. See docs/format.md, "Block file" and "State checkpoint".
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ from kvsnap.formats.fields import (
     number_field,
 )
 from kvsnap.formats.identity import EXACT, layout_of
-from kvsnap.formats.layout import Layout, Rows
-from kvsnap.formats.names import TokenIds
+from kvsnap.formats.layout import Layout, Ranges, Rows
+from kvsnap.formats.names import TokenIds, extra
 from kvsnap.formats.rowset import (
     content_digest,
     content_of,
@@ -32,6 +37,9 @@ from kvsnap.formats.rowset import (
 )
 
 KIND = "block"
+STATE_KIND = "state"
+STATE = extra("state", b"")
+"""The extras in the name of a state checkpoint: it is no block with the same few tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,31 @@ class BlockRecord:
     extras: bytes = b""
     fidelity: str = EXACT
 
+    @property
+    def is_state(self) -> bool:
+        return self.extras == STATE
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + len(self.token_ids)
+
+    def part(self, layout: Layout) -> Layout:
+        """The groups of a model that the file holds."""
+        return layout if self.is_state else layout.in_blocks
+
+    def ranges(self, layout: Layout) -> Ranges:
+        """The positions whose rows it holds of each plane of its part of the layout."""
+        if self.is_state:
+            return layout.ranges_at(self.start, self.stop)
+        return dict.fromkeys(layout.in_blocks.planes(), range(self.start, self.stop))
+
     def fields(self) -> dict[str, str]:
         """The header fields that decide what an engine receives."""
         return {
             "extras": self.extras.hex(),
             "fidelity": self.fidelity,
-            "kind": KIND,
+            "kind": STATE_KIND if self.is_state else KIND,
             "name": self.name.hex(),
             "parent": self.parent.hex(),
             "root_id": self.root_id,
@@ -71,15 +98,18 @@ class BlockFile:
     tensors: Mapping[str, Tensor]
 
     def layout(self) -> Layout:
+        """Of the model, all groups."""
         return layout_of(self.record.identity)
 
     def decode_into(self, layout: Layout, out: Mapping[str, np.ndarray]) -> None:
-        decode_rows(self.codec, layout, self.tensors, out, self.record.start)
+        """Fill the arrays of the file's part of the model's layout."""
+        part, ranges = self.record.part(layout), self.record.ranges(layout)
+        decode_rows(self.codec, part, self.tensors, out, ranges)
 
     def check_content(self) -> None:
         """Decode and compare the `content` digest: what verify does, and a read does not."""
         layout = self.layout()
-        rows = rows_of_file(layout, len(self.record.token_ids))
+        rows = rows_of_file(self.record.part(layout), self.record.ranges(layout))
         self.decode_into(layout, rows)
         if _content(self.record, self.codec, rows, self.tensors) != self.content:
             raise Damaged("the content digest differs: the rows are not the ones that were named")
@@ -87,10 +117,11 @@ class BlockFile:
 
 def pack_block(record: BlockRecord, codec: Codec, layout: Layout, rows: Rows) -> Packed:
     """The bytes of one block file. Equal record, rows and codec give equal bytes."""
-    layout.check(rows, len(record.token_ids))
+    part, ranges = record.part(layout), record.ranges(layout)
+    part.check(rows, ranges)
     whole = contiguous(rows)
     ids = record.token_ids.astype("<u4")
-    coded = encode_rows(codec, layout, whole, record.start)
+    coded = encode_rows(codec, part, whole, ranges)
     metadata = {
         **record.fields(),
         "codec": codec.id,
@@ -111,13 +142,17 @@ def parse_block(buffer: memoryview) -> BlockFile:
     container = parse(buffer)
     tensors = dict(container.tensors)
     record = block_record(container, tensors.pop("token_ids", None))
-    return BlockFile(record, codec_field(container), container.field("content"), tensors)
+    codec = codec_field(container)
+    if record.is_state and codec.lossy:
+        raise Damaged(f"a state checkpoint in the lossy codec {codec.id}")
+    return BlockFile(record, codec, container.field("content"), tensors)
 
 
 def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
     """The record of a block file from its header and its `token_ids` tensor."""
-    check_version(container, KIND)
-    return BlockRecord(
+    state = container.metadata.get("kind") == STATE_KIND
+    check_version(container, STATE_KIND if state else KIND)
+    record = BlockRecord(
         name=digest_field(container, "name"),
         parent=digest_field(container, "parent"),
         root_id=digest_field(container, "root_id").hex(),
@@ -127,3 +162,6 @@ def block_record(container: Container, ids: Tensor | None) -> BlockRecord:
         extras=hex_field(container, "extras"),
         fidelity=container.field("fidelity"),
     )
+    if record.is_state != state:
+        raise Damaged("the file's kind and its extras do not go together")
+    return record

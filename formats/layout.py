@@ -7,6 +7,10 @@ equal shapes; it becomes one tensor a plane in a file, named `GROUP.PLANE`. Thre
     rows       [layers, tokens, row_bytes] U8: ggml's quantized types, cut between tokens only
     pages      [layers, page_bytes] U8: a whole block as an engine keeps it, nothing to cut inside
 
+Most groups have rows of every token; these stand in block files. Of a sliding-window layer an engine
+keeps the last tokens' rows only, of a recurrent one a state of the position: such groups have a
+*span*, and stand in state checkpoints.
+
 In memory a plane is a numpy array of unsigned integers, [layers, tokens, row] (pages: [layers,
 page_bytes]): numpy has no bfloat16, and nothing here computes with the values.
 """
@@ -27,7 +31,10 @@ from kvsnap.formats.errors import Damaged, Unsupported
 
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = Mapping[str, Array]
-"""`GROUP.PLANE` → array [layers, tokens, row]; all planes hold the same tokens."""
+"""`GROUP.PLANE` → array [layers, tokens, row]; all planes hold the same tokens, but for those of
+groups with a span."""
+Ranges: TypeAlias = Mapping[str, range]
+"""`GROUP.PLANE` → the positions whose rows are there."""
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 KINDS = ("elements", "rows", "pages")
@@ -115,9 +122,17 @@ class Group:
     name: str
     layers: int
     planes: tuple[Plane, ...]
+    span: int | None = None
+    """How many tokens back from a position its rows reach. None: all of them, as in attention over
+    the whole prefix. A sliding window of n tokens needs the last n - 1. 0: none, but one state of
+    the position (recurrent layers); its planes are pages."""
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        if self.span is not None and not 0 <= self.span <= _MAX_SIZE:
+            raise Damaged(f"group {reprlib.repr(self.name)} has an impossible span")
+        if self.span is not None and any(p.can_cut != (self.span > 0) for p in self.planes):
+            raise Damaged(f"group {reprlib.repr(self.name)} has planes that do not fit its span")
         if not 1 <= self.layers <= _MAX_SIZE:
             raise Damaged(f"group {reprlib.repr(self.name)} has an impossible number of layers")
 
@@ -143,7 +158,28 @@ class Layout:
 
     @property
     def can_cut(self) -> bool:
+        """Whether the rows of any token that are there can be taken alone."""
         return all(plane.can_cut for group in self.groups for plane in group.planes)
+
+    @functools.cached_property
+    def in_blocks(self) -> Layout:
+        """The groups that have rows of every token: what a block file holds."""
+        groups = tuple(group for group in self.groups if group.span is None)
+        return self if groups == self.groups else Layout(groups=groups)
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether blocks are not enough to go on from: a state checkpoint is needed as well."""
+        return self.in_blocks is not self
+
+    def ranges_at(self, start: int, position: int) -> dict[str, range]:
+        """What a state checkpoint at `position` holds, after a last block that ends at `start`."""
+        found = {}
+        for group in self.groups:
+            first = start if group.span is None else max(0, position - group.span)
+            for plane in group.planes:
+                found[f"{group.name}.{plane.name}"] = range(first, position)
+        return dict(sorted(found.items()))
 
     def token_bytes(self) -> int:
         """Bytes of one token's rows over all layers; 0 where pages cannot be divided."""
@@ -153,23 +189,31 @@ class Layout:
             if plane.can_cut
         )
 
-    def empty(self, tokens: int) -> dict[str, Array]:
-        """Uninitialised arrays for `tokens` tokens."""
+    def size(self, tokens: int | Ranges) -> int:
+        """Bytes of the arrays that `empty` makes."""
+        return sum(
+            math.prod(plane.memory_shape(layers, _count(tokens, name))) * plane.itemsize
+            for name, (layers, plane) in self.planes().items()
+        )
+
+    def empty(self, tokens: int | Ranges) -> dict[str, Array]:
+        """Uninitialised arrays for so many tokens of each plane, or for the given positions."""
         try:
             return {
-                name: np.empty(plane.memory_shape(layers, tokens), plane.memory_dtype)
+                name: np.empty(plane.memory_shape(layers, _count(tokens, name)), plane.memory_dtype)
                 for name, (layers, plane) in self.planes().items()
             }
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
-            raise Damaged(f"no memory for {tokens} tokens of the layout") from error
+            raise Damaged("no memory for so many tokens of the layout") from error
 
-    def check(self, rows: Rows, tokens: int) -> None:
-        """Raise `Damaged` unless `rows` are exactly this layout's planes for `tokens` tokens."""
+    def check(self, rows: Rows, tokens: int | Ranges) -> None:
+        """Raise `Damaged` unless `rows` are exactly this layout's planes for those tokens."""
         planes = self.planes()
         if rows.keys() != planes.keys():
             raise Damaged(f"planes {sorted(rows)} where the layout has {list(planes)}")
         for name, (layers, plane) in planes.items():
-            shape, dtype = plane.memory_shape(layers, tokens), plane.memory_dtype
+            shape = plane.memory_shape(layers, _count(tokens, name))
+            dtype = plane.memory_dtype
             if rows[name].shape != shape or rows[name].dtype != dtype:
                 raise Damaged(
                     f"plane {name} is {rows[name].dtype} {rows[name].shape}, not {dtype} {shape}"
@@ -182,6 +226,7 @@ def layout_to_json(layout: Layout) -> list[dict[str, Any]]:
         {
             "group": g.name,
             "layers": g.layers,
+            "span": g.span,
             "planes": [
                 {
                     "plane": p.name,
@@ -205,6 +250,7 @@ def layout_from_json(value: Any) -> Layout:
                 Group(
                     name=_typed(g["group"], str),
                     layers=_typed(g["layers"], int),
+                    span=None if g["span"] is None else _typed(g["span"], int),
                     planes=tuple(
                         Plane(
                             name=_typed(p["plane"], str),
@@ -221,6 +267,10 @@ def layout_from_json(value: Any) -> Layout:
         )
     except (KeyError, TypeError) as error:
         raise Damaged("the layout in the identity cannot be read") from error
+
+
+def _count(tokens: int | Ranges, name: str) -> int:
+    return tokens if isinstance(tokens, int) else len(tokens[name])
 
 
 def _rope(value: Any) -> PlaneRope | None:

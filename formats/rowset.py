@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Mapping
 
@@ -13,7 +12,7 @@ from blake3 import blake3
 from kvsnap.formats.codecs import Codec, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, KvsnapError, Unsupported
-from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.layout import Layout, Ranges, Rows
 
 MAX_DECODED = 2**31
 """A block of 1,024 tokens of a 405B model in f32 has half of this."""
@@ -32,18 +31,29 @@ def check_codec(codec: Codec, layout: Layout) -> None:
             f"codec {codec.id} cannot be found again by what it says of itself, {codec.fidelity!r}",
             "its fields must read back from their text: numbers or words",
         )
-    for name, (layers, plane) in layout.planes().items():
+    # What is in state checkpoints is stored without loss, whatever the codec of the blocks.
+    part = layout.in_blocks if codec.lossy else layout
+    if codec.lossy and not part.planes():
+        raise Unsupported(
+            f"this model has no rows of every token that codec {codec.id} could take",
+            "use a lossless codec",
+        )
+    for name, (layers, plane) in part.planes().items():
         rows = np.zeros(plane.memory_shape(layers, 1), plane.memory_dtype)
         codec.encode(Stretch(name, plane, 0), rows)
 
 
-def encode_rows(codec: Codec, layout: Layout, rows: Rows, start: int) -> list[tuple[str, Tensor]]:
-    """Tensors of all planes, sorted by name. `rows` must be contiguous and fit the layout; the
-    first of them belongs to position `start`."""
+def encode_rows(
+    codec: Codec, layout: Layout, rows: Rows, ranges: int | Ranges
+) -> list[tuple[str, Tensor]]:
+    """Tensors of all planes, sorted by name. `rows` must be contiguous and fit the layout; `ranges`
+    are their positions, or the first of them where it is the same for all planes."""
     return [
         (name + suffix, tensor)
         for name, (_, plane) in layout.planes().items()
-        for suffix, tensor in sorted(codec.encode(Stretch(name, plane, start), rows[name]).items())
+        for suffix, tensor in sorted(
+            codec.encode(Stretch(name, plane, _first(ranges, name)), rows[name]).items()
+        )
     ]
 
 
@@ -52,7 +62,7 @@ def decode_rows(
     layout: Layout,
     tensors: Mapping[str, Tensor],
     out: Mapping[str, np.ndarray],
-    start: int,
+    ranges: int | Ranges,
 ) -> None:
     """Fill `out` (arrays or views as the layout says) from a file's tensors."""
     left = set(tensors)
@@ -60,7 +70,7 @@ def decode_rows(
         own = {key for key in left if key == name or key.startswith(name + ".")}
         stored = {key[len(name) :]: tensors[key] for key in own}
         try:
-            codec.decode(Stretch(name, plane, start), stored, out[name])
+            codec.decode(Stretch(name, plane, _first(ranges, name)), stored, out[name])
         except (KvsnapError, MemoryError):
             raise
         except Exception as error:  # another package's codec: a miss, and no word about the file
@@ -72,16 +82,17 @@ def decode_rows(
         raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
 
 
-def rows_of_file(layout: Layout, tokens: int) -> dict[str, np.ndarray]:
+def _first(ranges: int | Ranges, name: str) -> int:
+    return ranges if isinstance(ranges, int) else ranges[name].start
+
+
+def rows_of_file(layout: Layout, tokens: int | Ranges) -> dict[str, np.ndarray]:
     """Arrays to decode a file's rows into, where the layout comes from the file itself.
 
     A small file must not make its reader allocate the machine's memory: `Damaged` above
     `MAX_DECODED`.
     """
-    size = sum(
-        math.prod(plane.memory_shape(layers, tokens)) * plane.itemsize
-        for layers, plane in layout.planes().values()
-    )
+    size = layout.size(tokens)
     if size > MAX_DECODED:
         raise Damaged(f"the rows would take {size} bytes, more than any block has")
     return layout.empty(tokens)
@@ -107,5 +118,6 @@ def content_digest(fields: Mapping[str, str], token_ids: bytes, rows: Rows) -> s
     hasher = blake3(len(record).to_bytes(4, "little") + record)
     hasher.update(token_ids)
     for name in sorted(rows):
-        hasher.update(np.ascontiguousarray(rows[name]).data.cast("B"))
+        if rows[name].size:  # Python casts no view without elements
+            hasher.update(np.ascontiguousarray(rows[name]).data.cast("B"))
     return hasher.hexdigest()

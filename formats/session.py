@@ -23,6 +23,7 @@ from kvsnap.formats.fields import (
     check_version,
     codec_field,
     digest_field,
+    hex_field,
     ids_tensor,
     number_field,
 )
@@ -48,12 +49,21 @@ class SessionRecord:
     revision: int
     token_ids: TokenIds
     chain: tuple[bytes, ...]
+    state: bytes = b""
+    """Name of the state checkpoint at the end, where the model needs one; it has the tail's rows."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Free for the caller, JSON: the CLI keeps the chat's messages and the text here."""
 
     def __post_init__(self) -> None:
+        if len(self.state) not in (0, 32):
+            raise Damaged("the name of the session's state checkpoint is none")
         if len(self.chain) != len(self.token_ids) // self.block_size:
             raise Damaged(f"{len(self.chain)} blocks for {len(self.token_ids)} token ids")
+
+    @property
+    def path(self) -> tuple[bytes, ...]:
+        """What it stands on in the tree of stored files: its chain, and the state at its end."""
+        return (*self.chain, self.state) if self.state else self.chain
 
     @property
     def tail_start(self) -> int:
@@ -72,6 +82,7 @@ class SessionRecord:
             "name": self.name,
             "revision": str(self.revision),
             "root_id": self.root_id,
+            "state": self.state.hex(),
             "tenant_id": self.tenant_id,
         }
 
@@ -90,7 +101,7 @@ class SessionFile:
     def tail_rows(self) -> dict[str, np.ndarray]:
         """Decode the tail and check the `content` digest; raises `Damaged`."""
         rows: dict[str, np.ndarray] = {}
-        if self.record.tail_tokens:
+        if self.record.tail_tokens and not self.record.state:
             layout = layout_of(self.record.identity)
             rows = rows_of_file(layout, self.record.tail_tokens)
             decode_rows(self.codec, layout, self.tensors, rows, self.record.tail_start)
@@ -110,9 +121,10 @@ class SessionFile:
 
 
 def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows) -> Packed:
-    """The bytes of a session file; `tail` is empty where no token follows the last block."""
+    """The bytes of a session file; `tail` is empty where no token follows the last block, and where
+    a state checkpoint has its rows."""
     rows: dict[str, np.ndarray] = {}
-    if record.tail_tokens:
+    if record.tail_tokens and not record.state:
         layout.check(tail, record.tail_tokens)
         rows = contiguous(tail)
     chain = np.frombuffer(b"".join(record.chain), np.uint8).reshape(-1, 32)
@@ -128,7 +140,7 @@ def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
     tensors = [
         ("token_ids", Tensor("U32", record.token_ids.shape, record.token_ids.astype("<u4"))),
         ("chain", Tensor("U8", chain.shape, chain)),
-        *(encode_rows(codec, layout, rows, record.tail_start) if record.tail_tokens else ()),
+        *(encode_rows(codec, layout, rows, record.tail_start) if rows else ()),
     ]
     return pack(metadata, tensors)
 
@@ -161,6 +173,7 @@ def parse_session(buffer: memoryview) -> SessionFile:
         revision=number_field(container, "revision"),
         token_ids=ids,
         chain=tuple(names[at : at + 32] for at in range(0, len(names), 32)),
+        state=hex_field(container, "state"),
         notes=notes,
     )
     codec = codec_field(container)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from kvsnap.engines.text import TextEngine
@@ -41,14 +42,17 @@ def prefill(
     engine: TextEngine,
     token_ids: TokenIds,
     result: Answer,
-    step_done: Callable[[int, int], None],
+    step_done: Callable[[int, int], None] = lambda done, total: None,
     *,
-    leave: int,
-    store_on_the_way: bool,
-) -> None:
+    leave: int = 1,
+    store_on_the_way: bool = False,
+    places: Sequence[int] = (),
+) -> ResumeReport:
     """Restore what is stored, compute the rest. `step_done(done, total)` after each batch.
 
-    With `store_on_the_way` filled blocks are stored between batches, so that an interruption
+    A model that needs state checkpoints gets them at `places`, where other conversations may go
+    their own way, and at the last block's edge, for the same prompt again: it is evaluated up to
+    each of these at a time, as the state exists there at that moment only. With `store_on_the_way` filled blocks are stored between batches, so that an interruption
     costs one batch; not in front of a first token, which somebody waits for.
     """
     started = time.perf_counter()
@@ -67,11 +71,26 @@ def prefill(
             except StoreFull:
                 store_on_the_way = False  # what is computed is not lost: the save says what fits
 
-    engine.evaluate(token_ids[report.reused_tokens :], after_batch)
+    done = report.reused_tokens
+    for stop in (*_stops(session, done, total, places), total):
+        engine.evaluate(token_ids[done:stop], after_batch)
+        done = stop
+        if stop < total:
+            with contextlib.suppress(StoreFull):
+                session.checkpoint()
     result.report = report
     result.computed_tokens = engine.evaluated - before
     result.seconds.restore = restored - started
     result.seconds.prefill = time.perf_counter() - restored
+    return report
+
+
+def _stops(session: Session, reused: int, total: int, places: Sequence[int]) -> list[int]:
+    if not session.layout.needs_state or total == 0:
+        return []
+    size = session.store.block_size
+    edge = (total - 1) // size * size
+    return sorted({stop for stop in (*places, edge) if reused < stop < total})
 
 
 def generate(
@@ -80,10 +99,12 @@ def generate(
     result: Answer,
     *,
     max_tokens: int,
-    temperature: float,
-    seed: int,
-) -> Iterator[int]:
-    """Yield up to `max_tokens` new ids. Afterwards the engine holds KV of every one of them."""
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Generator[int, None, None]:
+    """Yield up to `max_tokens` new ids. Afterwards the engine holds KV of every one of them, also
+    where the caller stops before the end (`close`, or a `break` out of the loop) or the engine is
+    interrupted."""
     if len(token_ids) == 0:
         raise UsageError(
             "there is nothing to evaluate: the session has no tokens and no prompt was given",
@@ -93,18 +114,21 @@ def generate(
     result.context_full = room < max_tokens
     started = time.perf_counter()
     tokens = engine.generate(token_ids, temperature=temperature, seed=seed)
-    while len(result.new_ids) < min(max_tokens, room):
-        token = next(tokens, None)
-        if result.seconds.first_token is None:
-            waited = time.perf_counter() - started
-            result.seconds.first_token = result.seconds.restore + result.seconds.prefill + waited
-        if token is None:
-            result.ended = True
-            break
-        result.new_ids.append(token)
-        yield token
-    # The last token was sampled, not evaluated: without this its KV would not exist, and the next
-    # turn would be one position off.
-    held = len(engine.token_ids()) - len(token_ids)
-    engine.evaluate(token_array(result.new_ids[held:]))
-    result.seconds.generate = time.perf_counter() - started
+    try:
+        while len(result.new_ids) < min(max_tokens, room):
+            token = next(tokens, None)
+            if result.seconds.first_token is None:
+                waited = time.perf_counter() - started
+                before = result.seconds.restore + result.seconds.prefill
+                result.seconds.first_token = before + waited
+            if token is None:
+                result.ended = True
+                break
+            result.new_ids.append(token)
+            yield token
+    finally:
+        # The last token was sampled, not evaluated: without this its KV would not exist, and the
+        # next turn would be one position off.
+        held = len(engine.token_ids()) - len(token_ids)
+        engine.evaluate(token_array(result.new_ids[max(0, held) :]))
+        result.seconds.generate = time.perf_counter() - started

@@ -18,7 +18,7 @@ from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import MAX_HEADER, check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
 from kvsnap.formats.identity import Root
-from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.layout import Layout, Ranges, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore import files
 from kvsnap.kvstore.compare import COLLISION, difference
@@ -48,6 +48,11 @@ class Wanted:
     parent: bytes
     start: int
     token_ids: TokenIds
+    extras: bytes = b""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
 
     def record(self, root: Root) -> BlockRecord:
         """What its file says, stored under `root`."""
@@ -58,7 +63,8 @@ class Wanted:
             self.start,
             self.token_ids,
             root.identity,
-            fidelity=root.fidelity,
+            self.extras,
+            root.fidelity,
         )
 
 
@@ -128,7 +134,7 @@ class Blocks:
         *,
         anew: bool = False,
     ) -> int:
-        """Store one block whose parent is stored; returns bytes written, 0 where it was there.
+        """Store one block or state checkpoint whose parent is stored; returns bytes written, 0 where it was there.
 
         `anew` writes it in any case, over the file that is there: by another lossless codec.
 
@@ -170,12 +176,12 @@ class Blocks:
     ) -> None:
         """Decode rows [tokens) of one block into `out`, after every check. Raises `Miss`.
 
-        `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
+        `layout` is that of blocks, without the groups that have a span. `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
         the file must then begin with them and its name must follow from all its ids.
         """
         if self.ram is not None and self.ram.read_into(root, wanted, layout, out, tokens):
             return
-        block = self._load(root, wanted, layout)
+        block = self._load(root, wanted, layout, self.place.block_size)
         count = len(block.record.token_ids)
         try:
             if tokens == slice(0, count):
@@ -189,6 +195,19 @@ class Blocks:
             raise self._missed(root, wanted, error.what, aside=True, decode=True) from error
         for name, array in out.items():
             array[...] = whole[name][:, tokens]
+
+    def read_state(self, root: Root, wanted: Wanted, layout: Layout) -> Rows:
+        """The rows of a state checkpoint, of all groups of the model's layout. Raises `Miss`."""
+        record = wanted.record(root)
+        state = self._load(root, wanted, layout, record.ranges(layout))
+        try:
+            rows = layout.empty(record.ranges(layout))
+            state.decode_into(layout, rows)
+        except Unsupported as error:
+            raise self._missed(root, wanted, error.what, aside=False) from error
+        except Damaged as error:
+            raise self._missed(root, wanted, error.what, aside=True, decode=True) from error
+        return rows
 
     def set_aside(
         self, name: bytes, reason: str, fits: Fits | None = None, *, decode: bool = False
@@ -221,11 +240,11 @@ class Blocks:
         with contextlib.suppress(StoreError):  # this process remembers; others may have to find out
             self.index.mark_failed(names)
 
-    def _load(self, root: Root, wanted: Wanted, layout: Layout) -> BlockFile:
+    def _load(self, root: Root, wanted: Wanted, layout: Layout, tokens: int | Ranges) -> BlockFile:
         """The block over this thread's scratch buffer: decode it before the next one is read."""
         path = self.place.block(wanted.name)
         try:
-            buffer = files.read_whole(path, _SCRATCH, self._largest(layout))
+            buffer = files.read_whole(path, _SCRATCH, self._largest(layout, tokens))
             check_file_digest(buffer)
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)
@@ -256,9 +275,9 @@ class Blocks:
             return True
         return _intact_size(path, wanted.name, _fits(root, wanted), decode=True) == row.bytes
 
-    def _largest(self, layout: Layout) -> int:
-        """No block file is longer: codecs never store more than the rows."""
-        return MAX_HEADER + self.place.block_size * (layout.token_bytes() + 4)
+    def _largest(self, layout: Layout, tokens: int | Ranges) -> int:
+        """No file of such rows is longer: codecs never store more than the rows."""
+        return MAX_HEADER + layout.size(tokens) + 4 * self.place.block_size
 
     @staticmethod
     def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:

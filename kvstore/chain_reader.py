@@ -10,10 +10,11 @@ from kvsnap.formats.errors import Damaged, EngineError, StoreError
 from kvsnap.formats.identity import Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix
 from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore.blocks import Miss, Wanted
 from kvsnap.kvstore.break_even import key_of
 from kvsnap.kvstore.fidelity import mark_lossy
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.match import Match, longest_prefix, tail_reach
+from kvsnap.kvstore.match import Match, longest_usable, tail_reach
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
 
@@ -28,7 +29,9 @@ class Restored:
     damage: list[str] = field(default_factory=list)
     skipped: str = ""
     deepest: bytes | None = None
-    """The last block that was read, perhaps only its front."""
+    """The last block that was read, perhaps only its front; or the state checkpoint."""
+    beyond: int = 0
+    """Where the stored blocks end, if no state checkpoint lets the model go on from there."""
     root: Root | None = None
     """Under which what was loaded is stored; None where nothing was."""
 
@@ -72,22 +75,25 @@ class ChainReader:
                 (self._look_up(root, ids, limit, result) for root in roots),
                 key=lambda offer: offer.tokens,  # the first of equals, as max does
             )
+            result.beyond = offer.match.beyond
             if offer.tokens <= held or not self._is_worth_it(offer, held, len(ids), result):
                 return result
             match = offer.match
-            if match.blocks:
-                lease.keep(match.blocks[-1].name, wait=False)
+            deepest = match.state or (match.blocks[-1] if match.blocks else None)
+            if deepest is not None:
+                lease.keep(deepest.name, wait=False)
             landing, filled, missed = self._fill(offer, held, result)
             if missed is not None:
                 result.damage.append(missed)
                 continue
             if self.store.blocks.ram is not None:
-                self.store.blocks.ram.keep_chain(offer.root, match.blocks, landing.rows, held)
+                rows = {name: landing.rows[name] for name in self.engine.layout.in_blocks.planes()}
+                self.store.blocks.ram.keep_chain(offer.root, match.blocks, rows, held)
             mark_lossy(self.engine, offer.root.fidelity, landing, ids[:filled])
             try:
                 self.engine.load(landing, ids[:filled])
                 result.tokens, result.root = filled, offer.root
-                result.deepest = match.blocks[-1].name if match.blocks else None
+                result.deepest = deepest.name if deepest is not None else None
             except EngineError as error:
                 result.damage.append(error.what)
                 result.tokens = common_prefix(self.engine.token_ids(), ids)
@@ -98,11 +104,13 @@ class ChainReader:
         size = self.store.block_size
         names = chain_names(root.key, ids, size)
         try:
-            match = longest_prefix(self.store.blocks, root, names, ids, size, limit)
+            match = longest_usable(
+                self.engine.layout, self.store.blocks, root, names, ids, size, limit
+            )
         except StoreError as error:
             result.damage.append(error.what)
             return _Offer(root, Match(0, ()), 0)
-        record = result.own.record if result.own else None
+        record = result.own.record if result.own and match.state is None else None
         return _Offer(root, match, tail_reach(record, root, match, ids, limit, size))
 
     def _is_worth_it(self, offer: _Offer, held: int, prompt_tokens: int, result: Restored) -> bool:
@@ -126,18 +134,23 @@ class ChainReader:
         landing = self.engine.landing(total, held)
         own = result.own if tail else None
         stop = match.tokens if own is None else own.record.tail_start
+        if match.state is not None:
+            stop = match.state.start
+        blocks_rows = {name: landing.rows[name] for name in self.engine.layout.in_blocks.planes()}
         if stop > held:
             done, miss = read_blocks(
                 self.store.blocks,
                 offer.root,
                 match.blocks,
-                self.engine.layout,
-                landing.rows,
+                self.engine.layout.in_blocks,
+                blocks_rows,
                 held,
                 stop,
             )
             if miss is not None:
                 return landing, done, str(miss)
+        if match.state is not None:
+            return self._fill_state(offer.root, match.state, landing, held)
         if own is not None:
             try:
                 rows_of_tail = own.tail_rows()
@@ -148,3 +161,21 @@ class ChainReader:
             for name, rows in rows_of_tail.items():
                 landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]
         return landing, total, None
+
+    def _fill_state(
+        self, root: Root, state: Wanted, landing: Landing, held: int
+    ) -> tuple[Landing, int, str | None]:
+        """The rows of a state checkpoint; nothing can be used where they are missed."""
+        layout = self.engine.layout
+        try:
+            rows = self.store.blocks.read_state(root, state, layout)
+        except Miss as miss:
+            return landing, held, str(miss)
+        tail = layout.in_blocks.planes()
+        for name, array in rows.items():
+            if name not in tail:
+                landing.rows[name][...] = array
+            elif state.stop > max(held, state.start):
+                own = array[:, max(held - state.start, 0) :]
+                landing.rows[name][:, max(state.start, held) - held :] = own
+        return landing, state.stop, None

@@ -1,22 +1,36 @@
-"""Store the filled blocks that an engine holds and the store lacks."""
+"""Store the filled blocks that an engine holds and the store lacks, and its state checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvsnap.engines.base import Engine
-from kvsnap.formats.codecs import Codec
+from kvsnap.formats.codecs import Codec, lossless
 from kvsnap.formats.errors import Vanished
 from kvsnap.formats.identity import Root
+from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import chain_names
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.store import Store
 
 SLAB_BLOCKS = 8
 """Blocks exported at once: memory beyond the engine's stays at a few blocks."""
+
+
+STATES_AT_ONCE = 4
+"""State checkpoints that wait in memory to be stored; each may take some MB."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A state checkpoint, taken out of the engine."""
+
+    wanted: Wanted
+    rows: Rows
 
 
 class ChainWriter:
@@ -24,13 +38,17 @@ class ChainWriter:
 
     def __init__(self, store: Store, engine: Engine, root: Root, codec: Codec) -> None:
         self.store, self.engine, self.root, self.codec = store, engine, root, codec
+        self.waiting: list[State] = []
+        """Checkpoints that are taken and not stored yet."""
         self.start_anew()
 
     def start_anew(self) -> None:
         self.written: dict[bytes, int] = {}
         """Name → bytes of the file."""
+        self.states: dict[bytes, int] = {}
+        """State checkpoints that were put, whether their files were there (0) or written."""
         self.raw = 0
-        """Bytes of the written blocks' rows, as the engine had them."""
+        """Bytes of the written rows, as the engine had them."""
 
     def chain(self) -> list[Wanted]:
         """The filled blocks of what the engine holds, stored or not."""
@@ -65,10 +83,36 @@ class ChainWriter:
         if last != lease.name and not lease.keep(last):  # another process stored the end of it
             raise Vanished("a block was evicted before it could be leased", "save again")
 
+    def take_state(self) -> State | None:
+        """The checkpoint at the position where the engine stands; None where it needs none."""
+        layout, ids, size = self.engine.layout, self.engine.token_ids(), self.store.block_size
+        if not layout.needs_state or not len(ids):
+            return None
+        wanted = state_at_end(self.root.key, chain_names(self.root.key, ids, size), ids, size)
+        rows = dict(self.engine.export_state())
+        if wanted.start < wanted.stop:
+            rows |= self.engine.export(wanted.start, wanted.stop)
+        else:
+            rows |= layout.in_blocks.empty(0)
+        return State(wanted, rows)
+
+    def put_states(self, states: Sequence[State], lease: Lease) -> None:
+        """Store checkpoints whose blocks are stored; they wait no longer."""
+        for state in list(states):
+            name, codec = state.wanted.name, lossless(self.codec)
+            size = self.store.blocks.put(
+                self.root, state.wanted, codec, self.engine.layout, state.rows, lease
+            )
+            self.states[name] = size or self.states.get(name, 0)
+            if state in self.waiting:
+                self.waiting.remove(state)
+            if size:
+                self.raw += sum(array.nbytes for array in state.rows.values())
+
     def _put(self, slab: Sequence[Wanted], lease: Lease) -> None:
         start, stop = slab[0].start, slab[-1].start + self.store.block_size
         rows = self.engine.export(start, stop)
-        layout = self.engine.layout
+        layout = self.engine.layout.in_blocks
         for wanted in slab:
             low = wanted.start - start
             own = {

@@ -32,9 +32,11 @@ def difference(record: BlockRecord, root: Root, wanted: Wanted) -> str | None:
         return "the file belongs to another identity"
     if record.fidelity != root.fidelity:
         return "the file belongs to another identity"
+    if record.extras != wanted.extras:
+        return "the file is another block's"
     if record.parent != wanted.parent or record.start != wanted.start:
         return "the file belongs to another place in a chain"
     front = record.token_ids[: len(wanted.token_ids)]
-    if record.extras or not np.array_equal(front, wanted.token_ids):
+    if not np.array_equal(front, wanted.token_ids):
         return COLLISION
     return None

@@ -1,8 +1,8 @@
 """From what a person gives (text, messages, ids, a next turn) to token ids, and to a session's notes.
 
 Stored ids are never tokenized again: what follows the stored text is tokenized and appended. Where
-a chat template rewrites earlier turns (it drops a model's thoughts, say), the stored text is no
-prefix of the new one; then the whole text is tokenized, and reuse ends at the first differing id.
+a message was changed, or a chat template rewrites earlier turns (it drops a model's thoughts, say),
+the stored text is no prefix of the new one; then ids are kept up to the last message before that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvsnap.engines.text import TextEngine
 from kvsnap.formats.errors import UsageError
 from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.formats.session import SessionRecord
+from kvsnap.kvstore.boundaries import End, Ends, deepest_end, ends_of_notes, find_ends
 
 Message = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ class Prompt:
 
     `kind` is "chat" or "raw"; `text` is the text that the ids stand for (chat only); `answering`
     says that the ids end inside an assistant's answer, `open_bytes` that its last character is
-    incomplete. `warning` is for the person: something about the conversation was lost.
+    incomplete; `ends` are those of the messages, as far as they are known. `warning` is for the person: something about the conversation was lost.
     """
 
     token_ids: TokenIds
@@ -51,6 +52,7 @@ class Prompt:
     text: str = ""
     answering: bool = False
     open_bytes: bytes = b""
+    ends: Ends = ()
     warning: str = ""
 
     def notes(self, model: str) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class Prompt:
         if self.kind == "chat":
             found |= {
                 "answering": self.answering,
+                "ends": [end and list(end) for end in self.ends],
                 "messages": list(self.messages),
                 "open_bytes": self.open_bytes.hex(),
                 "text": self.text,
@@ -121,26 +124,73 @@ def next_prompt(
             )
         text = _checked(source.text or "")
         return _joined(record, engine.tokenize(text, first=len(record.token_ids) == 0))
-    messages, stored_text = _chat_notes(notes)
+    stored = stored_chat(record)
     if not source.given and notes.get("answering"):
-        return Prompt(
-            token_ids=record.token_ids,
-            kind="chat",
-            messages=messages,
-            text=stored_text,
-            answering=True,
-            open_bytes=_open_bytes(notes),
+        return dataclasses.replace(stored, answering=True, open_bytes=_open_bytes(notes))
+    whole = _continued(engine, stored, (*stored.messages, *_added(source)), answer=True)
+    if whole.text.startswith(stored.text):
+        return whole
+    return dataclasses.replace(
+        whole,
+        warning="the chat template rewrote earlier turns: reuse ends at the first differing token",
+    )
+
+
+def stored_chat(record: SessionRecord) -> Prompt:
+    """A stored chat as it stands, as a prompt. Raises `UsageError` where it is none."""
+    messages, text = _chat_notes(record.notes)
+    ids = record.token_ids
+    ends = ends_of_notes(record.notes, len(messages), len(ids), text)
+    return Prompt(token_ids=ids, kind="chat", messages=messages, text=text, ends=ends)
+
+
+def edited_prompt(engine: TextEngine, record: SessionRecord, index: int, content: str) -> Prompt:
+    """A stored chat up to message `index`, which says `content` now; what followed it is dropped.
+
+    The ids before the change are those that are stored, so a resume reuses them. After anything
+    but an assistant's message the model is to answer.
+    """
+    stored = stored_chat(record)
+    if not 0 <= index < len(stored.messages):
+        raise UsageError(
+            f"session {record.name!r} has {len(stored.messages)} messages, and no number {index}",
+            "count from 0",
         )
-    whole = _rendered(engine, (*messages, *_added(source)), answer=True)
-    if not whole.text.startswith(stored_text):
-        return dataclasses.replace(
-            whole,
-            warning="the chat template rewrote earlier turns:"
-            " reuse ends at the first differing token",
+    changed = {**stored.messages[index], "content": _checked(content)}
+    answer = changed["role"] != "assistant"
+    return _continued(engine, stored, (*stored.messages[:index], changed), answer=answer)
+
+
+def branch_prompt(engine: TextEngine, record: SessionRecord, messages: int) -> Prompt:
+    """The first `messages` messages of a stored chat as a prompt whose ids are the front of its
+    ids: what `Session.branch` is to be given, as tokens and notes.
+
+    Raises `UsageError` where those messages do not end at a token of their own.
+    """
+    stored = stored_chat(record)
+    if messages == len(stored.messages):
+        answering = bool(record.notes.get("answering"))
+        left = _open_bytes(record.notes)
+        return dataclasses.replace(stored, answering=answering, open_bytes=left)
+    if not 0 <= messages < len(stored.messages):
+        raise UsageError(
+            f"session {record.name!r} has {len(stored.messages)} messages, not {messages}",
+            "branch after one of them",
         )
-    suffix = engine.tokenize(whole.text[len(stored_text) :], first=False, chat=True)
-    ids = np.concatenate([record.token_ids, suffix])
-    return dataclasses.replace(whole, token_ids=ids)
+    known = stored.ends[messages - 1] if messages else (0, 0)
+    end = known or find_ends(engine, stored)[messages - 1]
+    if end is None:
+        raise UsageError(
+            f"the chat template gives message {messages} no end of its own",
+            "start a new session from its messages: what they share with this one is reused",
+        )
+    return dataclasses.replace(
+        stored,
+        token_ids=stored.token_ids[: end[0]],
+        messages=stored.messages[:messages],
+        text=stored.text[: end[1]],
+        ends=(*stored.ends[: messages - 1], end) if messages else (),
+    )
 
 
 def _of_another_model(engine: TextEngine, record: SessionRecord, source: Source) -> Prompt:
@@ -168,10 +218,10 @@ def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: 
         return Prompt(token_ids=ids, kind=prompt.kind)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(prompt.open_bytes + engine.detokenize(new_ids))
-    messages = prompt.messages
+    messages, ends = prompt.messages, prompt.ends
     if prompt.answering and messages and messages[-1]["role"] == "assistant":
         last = {**messages[-1], "content": messages[-1]["content"] + text}
-        messages = (*messages[:-1], last)
+        messages, ends = (*messages[:-1], last), ends[:-1]
     else:
         messages = (*messages, {"role": "assistant", "content": text})
     return Prompt(
@@ -181,6 +231,7 @@ def answered(prompt: Prompt, engine: TextEngine, new_ids: Sequence[int], ended: 
         text=prompt.text + text,
         answering=not ended,
         open_bytes=b"" if ended else decoder.getstate()[0],
+        ends=(*ends, (len(ids), len(prompt.text + text))),
     )
 
 
@@ -190,9 +241,24 @@ def readable(data: bytes) -> str:
 
 
 def _rendered(engine: TextEngine, messages: tuple[Message, ...], answer: bool) -> Prompt:
+    nothing = Prompt(token_ids=token_array([]), kind="chat")
+    return _continued(engine, nothing, messages, answer=answer)
+
+
+def _continued(
+    engine: TextEngine, stored: Prompt, messages: tuple[Message, ...], *, answer: bool
+) -> Prompt:
+    """A prompt of `messages`, with the ids of `stored` as far as the texts are the same."""
     text = engine.render(messages, answer=answer) if messages or answer else ""
-    ids = engine.tokenize(text, first=True, chat=True)
-    return Prompt(token_ids=ids, kind="chat", messages=messages, text=text)
+    tokens, chars = deepest_end(stored, text)
+    rest = engine.tokenize(text[chars:], first=tokens == 0, chat=True)
+    ids = np.concatenate([stored.token_ids[:tokens], rest])
+    before = zip(stored.messages, messages, stored.ends, strict=False)
+    kept = [end if old == new and end and end[0] <= tokens else None for old, new, end in before]
+    ends: list[End | None] = [*kept, *[None] * (len(messages) - len(kept))]
+    if ends and not answer:
+        ends[-1] = (len(ids), len(text))
+    return Prompt(token_ids=ids, kind="chat", messages=messages, text=text, ends=tuple(ends))
 
 
 def _joined(record: SessionRecord, more: TokenIds, warning: str = "") -> Prompt:

@@ -24,7 +24,6 @@ _OURS = {
     SETTINGS,
     f"{SETTINGS}.damaged",
     "blocks",
-    "states",
     "sessions",
     "pins",
     "tmp",

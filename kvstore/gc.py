@@ -118,7 +118,7 @@ def _compare(store: Store) -> tuple[int, int]:
             still = files.file_size(store.place.block(found.record.name)) == found.size
             going = store.space.unfinished.is_going(db, found.record.name)
             if still and not going and (row is None or row.lost):
-                adopt(store.index, db, found)
+                adopt(store.index, db, found, store.block_size)
                 adopted += 1
     return adopted, vanished
 

@@ -39,10 +39,12 @@ class Row:
     FAILED: its content may be lost whatever a later sync says, it has to be written anew."""
     reachable: bool
     lost: str | None
+    state: bool = False
+    """A state checkpoint, no block."""
 
 
 FAILED = -1
-_ROW = "name, start, tokens, bytes, synced, reachable, lost"
+_ROW = "name, start, tokens, bytes, synced, reachable, lost, state"
 
 
 def big_endian(token_ids: TokenIds) -> bytes:
@@ -70,10 +72,28 @@ class Index(Database):
         )
         if not keys or (keys[0][1] is None and parent != ZERO_PARENT):
             return []
-        where = f"SELECT {_ROW} FROM blocks WHERE root = ? AND parent IS ? AND reachable = 1"
+        where = f"SELECT {_ROW} FROM blocks WHERE root = ? AND parent IS ? AND reachable = 1 AND state = 0"
         after = f"{where} AND tokens >= ? ORDER BY tokens LIMIT 1"
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
         return self._rows(after, [*keys[0], tokens]) + self._rows(before, [*keys[0], tokens])
+
+    def states(self, root_id: str, parents: Sequence[bytes]) -> list[Row]:
+        """The reachable state checkpoints that stand on one of the blocks (`ZERO_PARENT`: on none),
+        the deepest first."""
+        found: list[Row] = []
+        where = (
+            f"SELECT {_ROW} FROM blocks WHERE state = 1 AND reachable = 1"
+            " AND root = (SELECT id FROM roots WHERE root_id = ?) AND parent "
+        )
+        order = " ORDER BY start DESC, LENGTH(tokens) DESC"
+        named = [parent for parent in parents if parent != ZERO_PARENT]
+        if named:
+            marks = ",".join("?" * len(named))
+            sql = f"{where} IN (SELECT id FROM blocks WHERE name IN ({marks})) {order}"
+            found += self._rows(sql, [root_id, *named])
+        if len(named) < len(parents):
+            found += self._rows(f"{where} IS NULL {order}", [root_id])
+        return found
 
     def insert(self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str) -> None:
         """Add or renew a block's row inside a transaction; its parent must be there.
@@ -96,10 +116,10 @@ class Index(Database):
                 )
             parent, reachable = found[0], bool(found[1])
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, bytes, codec, used, synced,"
-            " reachable) VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
+            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, used,"
+            " synced, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
             " parent = excluded.parent, root = excluded.root, start = excluded.start,"
-            " tokens = excluded.tokens, bytes = excluded.bytes, codec = excluded.codec,"
+            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes, codec = excluded.codec,"
             " used = MAX(used, excluded.used), synced = excluded.synced,"
             " reachable = excluded.reachable, lost = NULL",
             (
@@ -108,6 +128,7 @@ class Index(Database):
                 root,
                 record.start,
                 big_endian(record.token_ids),
+                int(record.is_state),
                 size,
                 codec,
                 counter(db, "clock"),
@@ -207,13 +228,13 @@ def settle_chain_bytes(db: sqlite3.Connection, name: bytes) -> None:
 
 
 def _row(found: tuple) -> Row:
-    name, start, tokens, size, synced, reachable, lost = found
+    name, start, tokens, size, synced, reachable, lost, state = found
     if [type(value) for value in found[:5]] != [bytes, int, bytes, int, int]:
         raise Damaged("a row of the index has values of other types")
     impossible = lost is not None and (reachable or not isinstance(lost, str))
     if len(name) != 32 or len(tokens) % 4 or impossible:
         raise Damaged("a row of the index has impossible values")
-    return Row(name, start, tokens, size, synced, bool(reachable), lost)
+    return Row(name, start, tokens, size, synced, bool(reachable), lost, bool(state))
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

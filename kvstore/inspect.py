@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvsnap.formats.block import parse_block
+from kvsnap.formats.block import KIND, STATE_KIND, parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import NotFound, UsageError
 from kvsnap.formats.identity import parse_identity
@@ -19,12 +19,9 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
     session = store.sessions.load(tenant_id, name)
     record = session.record
     path = store.sessions.path(tenant_id, name)
-    blocks = []
-    for block in record.chain:
-        row = store.index.find(block)
-        usable = row is not None and row.reachable
-        blocks.append({"name": block.hex(), "stored": usable, "bytes": row.bytes if row else 0})
+    blocks = [_stored(store, block) for block in record.chain]
     stored = next((n for n, block in enumerate(blocks) if not block["stored"]), len(blocks))
+    state = _stored(store, record.state) if record.state else None
     return {
         "session": record.name,
         "path": str(path),
@@ -33,6 +30,7 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
         "tokens": len(record.token_ids),
         "block_size": record.block_size,
         "blocks": blocks,
+        "state": state,
         "stored_tokens": stored * record.block_size,
         "tail_tokens": record.tail_tokens,
         "bytes": files.file_size(path),
@@ -45,6 +43,12 @@ def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
     }
 
 
+def _stored(store: Store, name: bytes) -> dict[str, Any]:
+    row = store.index.find(name)
+    usable = row is not None and row.reachable
+    return {"name": name.hex(), "stored": usable, "bytes": row.bytes if row else 0}
+
+
 def find_pinnable(store: Store, tenant_id: str, text: str) -> str | bytes:
     """A session's name, or the name of the block that begins with `text`. Raises `NotFound`."""
     try:
@@ -55,11 +59,13 @@ def find_pinnable(store: Store, tenant_id: str, text: str) -> str | bytes:
 
 
 def describe_block(store: Store, prefix: str) -> dict[str, Any]:
-    """A block by (a unique beginning of) its name. Raises `NotFound`, or `UsageError` if not one."""
-    name, lost, reachable, hits = find_block(store, prefix)
+    """A block or state checkpoint by (a unique beginning of) its name; `kind` says which. Raises
+    `NotFound`, or `UsageError` if not one."""
+    name, lost, reachable, hits, state = find_block(store, prefix)
     path = store.place.block(name)
     found: dict[str, Any] = {
         "block": name.hex(),
+        "kind": STATE_KIND if state else KIND,
         "path": str(path),
         "lost": lost,
         "reachable": bool(reachable),
@@ -86,8 +92,9 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
     }
 
 
-def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int]:
-    """(name, lost, reachable, hits) of the one block whose name begins with `prefix`."""
+def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int, int]:
+    """(name, lost, reachable, hits, state) of the one block or checkpoint whose name begins with
+    `prefix`."""
     if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
         raise NotFound(
             f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
@@ -95,7 +102,7 @@ def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int]:
     low = bytes.fromhex(prefix.ljust(64, "0"))
     high = bytes.fromhex(prefix.ljust(64, "f"))
     rows = store.index.query(
-        "SELECT name, lost, reachable, hits FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2",
+        "SELECT name, lost, reachable, hits, state FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2",
         [low, high],
     )
     if not rows:
@@ -104,5 +111,5 @@ def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int]:
         )
     if len(rows) > 1:
         raise UsageError(f"several blocks begin with {prefix}", "give more of the name")
-    name, lost, reachable, hits = rows[0]
-    return name, lost, reachable, hits
+    name, lost, reachable, hits, state = rows[0]
+    return name, lost, reachable, hits, state

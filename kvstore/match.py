@@ -1,5 +1,8 @@
 """The longest stored prefix of a prompt: whole blocks by galloping, then the best sibling's front.
 
+Models that keep more than rows of every token go on from state checkpoints only: the deepest one
+that stands on the stored blocks and whose tokens the prompt goes on with.
+
 The store is closed under parent (and `reachable` says where damage broke that), so presence along a
 chain is a step function: galloping finds the step in O(log n) look-ups. What is found is a hint;
 reading checks every block.
@@ -7,24 +10,34 @@ reading checks every block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvsnap.formats.block import STATE
 from kvsnap.formats.identity import EXACT, Root
-from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
+from kvsnap.formats.layout import Layout
+from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, common_prefix
 from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.blocks import Blocks, Wanted
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.index import Row, big_endian
 
+_PARENTS_AT_ONCE = 200
+"""Blocks whose checkpoints are looked for in one query, from the end of the chain."""
+
 
 @dataclass(frozen=True)
 class Match:
-    """`tokens` at the front of the prompt are stored, in these blocks; the last may be cut."""
+    """`tokens` at the front of the prompt are stored, in these blocks; the last may be cut. `state`
+    is the checkpoint that they end in, where the model needs one."""
 
     tokens: int
     blocks: tuple[Wanted, ...]
+    state: Wanted | None = None
+    beyond: int = 0
+    """Where the stored blocks end, if that is further than a checkpoint lets the model go on from."""
 
 
 def chain(
@@ -36,6 +49,13 @@ def chain(
         Wanted(name, parents[n], n * block_size, token_ids[n * block_size : (n + 1) * block_size])
         for n, name in enumerate(names[:count])
     ]
+
+
+def state_at_end(root_key: bytes, names: Sequence[bytes], token_ids: TokenIds, size: int) -> Wanted:
+    """The state checkpoint at the end of a sequence, whose filled blocks have these names."""
+    start = len(names) * size
+    parent, tail = names[-1] if names else ZERO_PARENT, token_ids[start:]
+    return Wanted(block_name(root_key, parent, tail, STATE), parent, start, tail, STATE)
 
 
 def longest_prefix(
@@ -51,10 +71,7 @@ def longest_prefix(
     Of a lossy chain only the prompt's own blocks: rows from the front of another one would be coded
     again in the prompt's, and each edit of a chat would add one loss to another.
     """
-    whole = min(len(names), limit // block_size)
-    if blocks.misses:  # the index need not know of them, and galloping could jump over one
-        whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
-    depth = gallop(lambda number: blocks.offers(names[number]), whole)
+    depth = _depth(blocks, names, limit // block_size)
     wanted = chain(names, token_ids, block_size, depth)
     tokens = depth * block_size
     if tokens < limit:
@@ -65,6 +82,57 @@ def longest_prefix(
             common = min(len(sibling.token_ids), limit - tokens)
             return Match(tokens + common, (*wanted, sibling))
     return Match(tokens, tuple(wanted))
+
+
+def longest_usable(
+    layout: Layout,
+    blocks: Blocks,
+    root: Root,
+    names: list[bytes],
+    token_ids: TokenIds,
+    block_size: int,
+    limit: int,
+) -> Match:
+    """What a model of this layout can go on from."""
+    search = deepest_state if layout.needs_state else longest_prefix
+    return search(blocks, root, names, token_ids, block_size, limit)
+
+
+def deepest_state(
+    blocks: Blocks,
+    root: Root,
+    names: list[bytes],
+    token_ids: TokenIds,
+    block_size: int,
+    limit: int,
+) -> Match:
+    """The deepest state checkpoint at a position of at most `limit`, and the blocks before it."""
+    depth = _depth(blocks, names, limit // block_size)
+    parents = [ZERO_PARENT, *names[:depth]]
+    while parents:
+        some, parents = parents[-_PARENTS_AT_ONCE:], parents[:-_PARENTS_AT_ONCE]
+        for row in blocks.index.states(root.root_id, some):
+            ids = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
+            count = row.start // block_size
+            start = count * block_size  # not what the file says: its place in the chain decides
+            stop = start + len(ids)
+            if stop > limit or row.name in blocks.misses:
+                continue
+            if not np.array_equal(token_ids[start:stop], ids):
+                continue
+            parent = names[count - 1] if count else ZERO_PARENT
+            state = Wanted(row.name, parent, start, ids, STATE)
+            found = chain(names, token_ids, block_size, count)
+            return Match(stop, tuple(found), state, beyond=depth * block_size)
+    return Match(0, (), beyond=depth * block_size)
+
+
+def _depth(blocks: Blocks, names: list[bytes], whole: int) -> int:
+    """How many of a prompt's first `whole` blocks are stored, from the front."""
+    whole = min(len(names), whole)
+    if blocks.misses:  # the index need not know of them, and galloping could jump over one
+        whole = next((n for n, name in enumerate(names[:whole]) if name in blocks.misses), whole)
+    return gallop(lambda number: blocks.offers(names[number]), whole)
 
 
 def tail_reach(

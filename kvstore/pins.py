@@ -132,15 +132,15 @@ def pin_paths(place: Place) -> list[Path]:
 def _deepest(
     place: Place, path: Path, record: PinRecord, reachable: Callable[[bytes], bool]
 ) -> bytes | None:
-    """The deepest stored block that a pin keeps."""
+    """The deepest stored block, or state checkpoint, that a pin keeps."""
     if record.what == BLOCK:
         return bytes.fromhex(record.name)
     try:
-        chain = read_session(place.sessions / pin_key(path)).record.chain
+        path_down = read_session(place.sessions / pin_key(path)).record.path
     except (KvsnapError, OSError):
         return None
-    depth = gallop(lambda number: reachable(chain[number]), len(chain))
-    return chain[depth - 1] if depth else None
+    depth = gallop(lambda number: reachable(path_down[number]), len(path_down))
+    return path_down[depth - 1] if depth else None
 
 
 def _not_stored(block: bytes) -> NotFound:

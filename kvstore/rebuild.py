@@ -115,15 +115,16 @@ def fill_from_files(
         used = min(item.mtime_ns, now) // 1000  # the request counter goes on from there
         clock = max(clock, used)
         ids = big_endian(record.token_ids)
-        row = (record.name, roots[family], record.start, ids, item.size, item.codec, used)
+        state = int(record.is_state)
+        row = (record.name, roots[family], record.start, ids, state, item.size, item.codec, used)
         added = db.execute(
-            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable)"
-            " VALUES (?,?,?,?,?,?,?,0)",
+            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, state, bytes, codec, used,"
+            " reachable) VALUES (?,?,?,?,?,?,?,?,0)",
             row,
         )
         # A folder that changes while it is listed may name a file twice.
         if added.rowcount and record.parent != ZERO_PARENT:
-            before = max(0, record.start - len(record.token_ids))
+            before = max(0, record.start - place.block_size)
             own = (added.lastrowid, record.parent, before, item.size)
             db.execute("INSERT INTO parents VALUES (?, ?, ?, ?)", own)
     db.execute("UPDATE counters SET value = ? WHERE name = 'clock'", (clock,))
@@ -202,7 +203,7 @@ def block_names(place: Place, first_byte: int) -> set[bytes]:
     return set()
 
 
-def adopt(index: Index, db: sqlite3.Connection, found: Found) -> None:
+def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -> None:
     """Give a file that has none a row, inside a transaction; one whose parent is missing waits,
     unreachable, as after a rebuild."""
     record = found.record
@@ -211,23 +212,24 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found) -> None:
     except Vanished:
         root = root_number(db, record.root_id, record.identity)
         db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, found.codec))
-        before = max(0, record.start - len(record.token_ids))
+        before = max(0, record.start - block_size)
         db.execute(
             "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable,"
             " lost) VALUES (?, ?, ?, x'', 0, '', 0, 0, ?)",
             (record.parent, root, before, MISSING),
         )
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, bytes, codec, used, reachable)"
-            " VALUES (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, 0, 0)"
+            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, used,"
+            " reachable) VALUES (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, ?, 0, 0)"
             " ON CONFLICT(name) DO UPDATE SET parent = excluded.parent, root = excluded.root,"
-            " tokens = excluded.tokens, bytes = excluded.bytes, codec = excluded.codec, lost = NULL",
+            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes, codec = excluded.codec, lost = NULL",
             (
                 record.name,
                 record.parent,
                 root,
                 record.start,
                 big_endian(record.token_ids),
+                int(record.is_state),
                 found.size,
                 found.codec,
             ),

@@ -1,7 +1,7 @@
 """Store a session's blocks by another codec, from its stored exact ones; no engine is needed.
 
 A lossy codec makes another chain, under the root of its fidelity; the exact blocks stay until room
-is needed, for whoever shares them. A lossless one rewrites the files under their names.
+is needed, for whoever shares them. Of state checkpoints only the one at the end goes along. A lossless one rewrites the files under their names.
 """
 
 from __future__ import annotations
@@ -12,13 +12,23 @@ from dataclasses import dataclass
 
 from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
 from kvsnap.formats.errors import NotFound, PartlyDone, UsageError
-from kvsnap.formats.identity import EXACT, layout_of, parse_identity, root_of, with_fidelity
+from kvsnap.formats.identity import (
+    EXACT,
+    Root,
+    layout_of,
+    parse_identity,
+    root_of,
+    with_fidelity,
+)
+from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import chain_names
 from kvsnap.formats.rowset import check_codec
+from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.blocks import Miss, Wanted
-from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.retry import try_again
+from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.store import Store
 
 
@@ -76,21 +86,31 @@ def _recompress(
     wanted = chain(chain_names(before.key, record.token_ids, size), record.token_ids, size)
     target = chain(chain_names(after.key, record.token_ids, size), record.token_ids, size)
     tail = session.tail_rows()  # raises where it is damaged, before anything is written
-    written, bytes_before = 0, _bytes(store, wanted)
+    names = [block.name for block in target]
+    new_state = state_at_end(after.key, names, record.token_ids, size)
+    state = _state(store, before, record, layout)
+    bytes_before = _bytes(store, wanted)
+    written = list[bytes]()
     with store.holds.lease() as old, store.holds.lease() as new:
         if wanted and not old.keep(wanted[-1].name):
             raise _missing(name, "it was evicted")
-        for number, (source, goal) in enumerate(zip(wanted, target, strict=True)):
-            rows = layout.empty(size)
-            try:
-                store.blocks.read_into(before, source, layout, rows, slice(0, size))
-            except Miss as miss:
-                raise _missing(name, str(miss)) from miss
-            anew = not codec.lossy
-            if store.blocks.put(after, goal, codec, layout, rows, new, anew=anew):
-                written += 1
-            progress(number + 1, len(wanted))
-        store.sync([block.name for block in target])
+
+        def put() -> int:
+            for number, (source, goal) in enumerate(zip(wanted, target, strict=True)):
+                rows = layout.in_blocks.empty(size)
+                try:
+                    store.blocks.read_into(before, source, layout.in_blocks, rows, slice(0, size))
+                except Miss as miss:
+                    raise _missing(name, str(miss)) from miss
+                anew = not codec.lossy
+                if store.blocks.put(after, goal, codec, layout, rows, new, anew=anew):
+                    written.append(goal.name)
+                progress(number + 1, len(wanted))
+            if state is not None and codec.lossy:
+                store.blocks.put(after, new_state, get_codec(DEFAULT_CODEC), layout, state, new)
+                store.sync([new_state.name])
+            return len(target)
+
         if codec.lossy:
             changed = dataclasses.replace(
                 record,
@@ -98,26 +118,39 @@ def _recompress(
                 fidelity=after.fidelity,
                 root_id=after.root_id,
                 revision=record.revision + 1,
-                chain=tuple(block.name for block in target),
+                chain=tuple(names),
+                state=new_state.name if record.state else b"",
             )
-            exact = get_codec(DEFAULT_CODEC)
-            with store.sessions.draft(changed, exact, layout, tail) as draft:
-                version = (record.revision, session.file_digest)
-                if store.sessions.publish(draft, version) is None:
-                    raise PartlyDone(
-                        f"session {name!r} was saved by another process meanwhile, and stays so",
-                        "recompress it again",
-                    )
-            store.sessions.sync(changed)
+            started_from = (record.revision, session.file_digest)
+            version = NextVersion(changed, get_codec(DEFAULT_CODEC), layout, tail, started_from)
+            if version.replace(store, put)[0] is None:
+                raise PartlyDone(
+                    f"session {name!r} was saved by another process meanwhile, and stays so",
+                    "recompress it again",
+                )
+            version.sync(store)
+        else:
+            store.sync([block.name for block in target[: put()]])
     return RecompressReport(
         session=name,
         blocks=len(wanted),
-        blocks_written=written,
+        blocks_written=len(written),
         bytes_before=bytes_before,
         bytes_after=_bytes(store, target),
         codec=codec.id,
         fidelity=after.fidelity,
     )
+
+
+def _state(store: Store, root: Root, record: SessionRecord, layout: Layout) -> Rows | None:
+    """Rows of the checkpoint at the session's end, where it has one that is there."""
+    if not record.state:
+        return None
+    wanted = state_at_end(root.key, record.chain, record.token_ids, record.block_size)
+    try:
+        return store.blocks.read_state(root, wanted, layout)
+    except Miss:
+        return None
 
 
 def _missing(name: str, reason: str) -> NotFound:

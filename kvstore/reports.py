@@ -29,7 +29,7 @@ class ResumeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """`bytes_raw` are the rows of the written blocks as the engine had them."""
+    """`bytes_raw` are the written rows as the engine had them."""
 
     session: str | None
     revision: int
@@ -38,6 +38,8 @@ class SaveReport:
     blocks_stored: int
     """Of the chain's blocks; fewer than `blocks` only where the store was full."""
     blocks_written: int
+    states_written: int = 0
+    """State checkpoints, of models that need some; their bytes count among those written."""
     bytes_written: int
     bytes_raw: int
     codec: str

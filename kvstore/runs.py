@@ -3,6 +3,8 @@
 How often a prefix was reused is the sum over all that follows it, so all rows are read once, page
 by page, without their token ids: a million blocks take some seconds. Nothing here recurses: a
 chain may be a hundred thousand blocks long.
+
+State checkpoints make no branch: they count with the block that they stand on, its reuse included.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ from kvsnap.kvstore.index import Index
 
 PAGE = 20_000
 NONE = -1
-_COLUMNS = "id, COALESCE(parent, 0), start, LENGTH(tokens) / 4, bytes, hits, used, reachable"
+_COLUMNS = "id, COALESCE(parent, 0), start, LENGTH(tokens) / 4, bytes, hits, used, reachable, state"
 Numbers = NDArray[np.int64]
 
 
 class Runs:
     """Arrays with one element a run; `above` is the run before, or NONE.
 
-    `first`, `last`: row ids of its end blocks. `unusable`: blocks of it that are lost or stand
-    behind a lost one. `reused`, `used`: hits of all blocks from here on, and the latest request.
+    `first`, `last`: row ids of its end blocks. `states`: checkpoints on its blocks; `bytes`: of
+    both. `unusable`: blocks of it that are lost or stand behind a lost one. `reused`, `used`: hits
+    of all from here on, and the latest request.
     """
 
     def __init__(self, index: Index, root: int | None = None) -> None:
-        rows = _read(index, root)
-        self._ids, parents, starts, tokens, sizes, hits, used, reachable = rows
+        *columns, state = _read(index, root)
+        blocks = [column[state == 0] for column in columns]
+        self._ids, parents, starts, tokens, sizes, hits, used, reachable = blocks
+        states = _add_states(blocks, [column[state != 0] for column in columns])
         above = _positions(self._ids, parents)
         followers = np.bincount(above[above != NONE], minlength=len(above))
         heads_run = (above == NONE) | (followers[above] != 1)
@@ -40,7 +45,7 @@ class Runs:
         self.first, self.start = self._ids[heads], starts[heads]
         self.last = np.zeros_like(self.first)
         self.last[self._run[ends]] = self._ids[ends]
-        self.blocks = self._total(np.ones_like(tokens))
+        self.blocks, self.states = self._total(np.ones_like(tokens)), self._total(states)
         self.tokens, self.bytes = self._total(tokens), self._total(sizes)
         self.unusable = self._total(1 - reachable)
         self.above = np.where(above[heads] == NONE, NONE, self._run[above[heads]])
@@ -89,6 +94,20 @@ def _read(index: Index, root: int | None) -> list[Numbers]:
     except (TypeError, ValueError, OverflowError):
         index.discard()
         return _columns(_pages(index, root))
+
+
+def _add_states(blocks: list[Numbers], states: list[Numbers]) -> Numbers:
+    """Add bytes and hits of checkpoints to the blocks that they stand on, in place, and the time of
+    the latest; how many stand on each. One before the first block stands on none."""
+    ids, _, _, _, sizes, hits, used, _ = blocks
+    _, parents, _, _, more, reused, latest, _ = states
+    on = _positions(ids, parents)
+    there = on != NONE
+    on = on[there]
+    np.add.at(sizes, on, more[there])
+    np.add.at(hits, on, reused[there])
+    np.maximum.at(used, on, latest[there])
+    return np.bincount(on, minlength=len(ids)).astype(np.int64)
 
 
 def _pages(index: Index, root: int | None) -> Iterator[list[tuple]]:

@@ -1,7 +1,7 @@
 """The index's tables. Counts that eviction and `stats` need are kept by triggers: the database's
 work, not the code's, so that no path through the code can forget them.
 
-blocks     one row a block. `used`: the request counter when it was last the deepest block of a
+blocks     one row a block, and one a state checkpoint (`state` is 1). `used`: the request counter when it was last the deepest block of a
            request; `hits`: how often it was (both pass to the parent when the block goes).
            `children`, `holds`: rows that stand on it. `chain_bytes`: of it and all before it.
            `reachable` is 1 where the block and all before it are there; `lost` holds the reason
@@ -15,7 +15,7 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 4
+INDEX_VERSION = 5
 TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
 """In an order in which they can be dropped."""
 
@@ -29,6 +29,7 @@ CREATE TABLE blocks(
   root INTEGER NOT NULL REFERENCES roots(id),
   start INTEGER NOT NULL,
   tokens BLOB NOT NULL,
+  state INTEGER NOT NULL DEFAULT 0,
   bytes INTEGER NOT NULL,
   codec TEXT NOT NULL,
   used INTEGER NOT NULL,
@@ -62,6 +63,7 @@ CREATE TABLE weights(
 RULES = """
 CREATE INDEX children ON blocks(parent, root, tokens);
 CREATE INDEX leaves ON blocks(used, id) WHERE children = 0 AND holds = 0;
+CREATE INDEX states ON blocks(parent, root) WHERE state = 1;
 CREATE INDEX lost ON blocks(id) WHERE lost IS NOT NULL;
 CREATE INDEX unreachable ON blocks(start) WHERE reachable = 0 AND lost IS NULL;
 CREATE INDEX held ON holds(block);

@@ -6,47 +6,40 @@ save:   engine → rows → blocks → files → index → session file
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from kvsnap.engines.base import Engine
-from kvsnap.formats.codecs import DEFAULT_CODEC, Codec, get_codec
+from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
-    NotAllStored,
     NotFound,
-    PartlyDone,
     StoreError,
-    StoreFull,
     Unsupported,
     UsageError,
 )
-from kvsnap.formats.identity import EXACT, Root, differences, root_of
-from kvsnap.formats.layout import Rows
+from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
-from kvsnap.formats.rowset import check_codec
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.background import Background
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.chain_reader import ChainReader, Restored
-from kvsnap.kvstore.chain_writer import ChainWriter
-from kvsnap.kvstore.fidelity import (
-    codec_of_held,
-    lossy_roots,
-    refuse_other_fidelity,
-    usable_tokens,
-)
-from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.branch import branch_session
+from kvsnap.kvstore.chain_reader import ChainReader
+from kvsnap.kvstore.chain_writer import STATES_AT_ONCE, ChainWriter
+from kvsnap.kvstore.fidelity import codec_of_held, refuse_other_fidelity, usable_tokens
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.retry import try_again
+from kvsnap.kvstore.saving import Saving
+from kvsnap.kvstore.session_codec import SessionCodec
 from kvsnap.kvstore.session_file import no_session
-from kvsnap.kvstore.sessions import Draft, Version
+from kvsnap.kvstore.session_report import stopped_by
+from kvsnap.kvstore.session_version import NextVersion
+from kvsnap.kvstore.sessions import Version
 from kvsnap.kvstore.store import Store
-from kvsnap.kvstore.why import why_reuse_ended
+from kvsnap.kvstore.whose_engine import alone, refuse_another_conversation
 
 
 class Session:
@@ -54,6 +47,9 @@ class Session:
 
     The engine is the caller's: generate with it as ever. Reuse is exact by construction: rows are
     found under a name that covers model, settings, tenant and every token id before them.
+
+    Any thread may call: calls on one engine wait for each other. To generate is not such a call:
+    keep a turn (resume, generate, save) together. As a context manager it is closed at the end.
     """
 
     def __init__(
@@ -75,53 +71,40 @@ class Session:
         self.store, self.engine, self.name = store, engine, name
         self.tenant, self.tenant_id = tenant, tenant_id(tenant)
         self.layout = engine.layout
-        if not self.layout.can_cut:
+        if not self.layout.in_blocks.can_cut:
             raise Unsupported("engines whose rows are whole pages are not handled yet")
         self._problems: list[str] = []
         self.stored: SessionFile | None = None
         self._version: Version = (0, "")
+        self._background = Background()
+        self._published: list[SessionFile] = []
         self._load()
-        self._identity = engine.identity(store.block_size, store.file_digest)
-        self._exact = root_of(self._identity, tenant)
-        self._allow_lossy = allow_lossy
+        identity = engine.identity(store.block_size, store.file_digest)
+        self._coding = SessionCodec(store, identity, self.layout, tenant, allow_lossy)
         self._reader = ChainReader(store, engine)
         self._asked: TokenIds | None = None
-        self.store_by(get_codec(codec) if codec is not None else self._own_codec())
+        own = self._coding.own_of(self.stored and self.stored.record, self._problems)
+        self.store_by(get_codec(codec) if codec is not None else own)
 
     def store_by(self, codec: Codec) -> None:
         """From now on blocks are stored by this codec, under the root of its fidelity. Raises
         `NotFound` or `Unsupported` where its calibration is not here, or it cannot code these rows."""
-        codec = self.store.calibrations.complete(codec, self.weights)
-        check_codec(codec, self.layout)
-        identity = dataclasses.replace(self._identity, fidelity=codec.fidelity)
-        self.codec = codec
-        self.root = root_of(identity, self.tenant)
-        self._writer = ChainWriter(self.store, self.engine, self.root, codec)
-
-    def _own_codec(self) -> Codec:
-        """That of the stored session, where it is lossy and can still be decoded here."""
-        if self.stored is not None and self.stored.record.fidelity != EXACT:
-            try:
-                codec = get_codec(self.stored.record.fidelity)
-                if not self.same_weights(self.stored.record):
-                    codec = get_codec(codec.id)  # with this model's calibration, if it needs one
-                codec = self.store.calibrations.complete(codec, self.weights)
-                check_codec(codec, self.layout)
-                return codec
-            except (NotFound, Unsupported) as error:
-                self._problems.append(error.what)
-        return get_codec(DEFAULT_CODEC)
+        self._coding.use(codec)
+        self._writer = ChainWriter(self.store, self.engine, self.root, self.codec)
 
     @property
-    def _tail_codec(self) -> Codec:
-        """A tail is coded with the block that it becomes; until then it stays as the engine has
-        it, or its tokens would be quantized twice."""
-        return get_codec(DEFAULT_CODEC) if self.codec.lossy else self.codec
+    def codec(self) -> Codec:
+        return self._coding.codec
+
+    @property
+    def root(self) -> Root:
+        """Of the blocks that are stored; see `roots`."""
+        return self._coding.root
 
     @property
     def weights(self) -> str:
         """Digest of the engine's weights."""
-        return self._identity.weights
+        return self._coding.weights
 
     def stored_token_ids(self) -> TokenIds:
         """The ids that the session was saved with; raises `NotFound` where it was not."""
@@ -133,14 +116,14 @@ class Session:
 
     def same_weights(self, record: SessionRecord) -> bool:
         """Whether a session was saved with the weights that the engine has now."""
-        changed = differences(record.identity, self._exact.identity)
-        return "weights" not in {field for field, _, _ in changed}
+        return self._coding.same_weights(record)
 
     def replaces_another(self, token_ids: TokenIds) -> bool:
         """Whether saving these ids would drop stored ones that they do not go on from."""
         stored = self.stored.record.token_ids if self.stored is not None else token_array([])
         return common_prefix(stored, token_ids) < len(stored)
 
+    @alone
     def resume(self, token_ids: Sequence[int] | TokenIds, *, leave: int = 1) -> ResumeReport:
         """Put the longest stored prefix of `token_ids` into the engine, in place of what it holds.
 
@@ -157,9 +140,9 @@ class Session:
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
         there = codec_of_held(self.engine, held)
-        if self._allow_lossy and not self.codec.lossy and there is not None:
+        if self._coding.allow_lossy and not self.codec.lossy and there is not None:
             self.store_by(there)
-        held = usable_tokens(self.engine, held, self.root)
+        held = self.engine.reach(usable_tokens(self.engine, held, self.root))
         self.engine.truncate(held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
@@ -174,35 +157,63 @@ class Session:
             deepest = found.deepest or (names[-1] if names else None)
             self.store.index.count_request(deepest, reused, len(ids) - reused)
         found.damage[:0] = self._problems
+        own = self.stored.record if self.stored else None
         return ResumeReport(
             prompt_tokens=len(ids),
             reused_tokens=reused,
             from_store=reused - min(held, reused),
-            stopped_by=self._why(ids, leave, found),
+            stopped_by=stopped_by(self.store, self.root, self.tenant, ids, leave, found, own),
             damage=tuple(found.damage),
             fidelity=self.engine.held_fidelity(),
         )
 
+    @alone
+    def truncate(self, tokens: int) -> ResumeReport:
+        """Go back to the first `tokens` tokens that the engine holds; the next save stores those.
+
+        Models that cannot be cut at any position may hold fewer afterwards: the report says how
+        many there are to compute again.
+        """
+        self._refuse_another_conversation()
+        held = self.engine.token_ids()
+        if not 0 <= tokens <= len(held):
+            raise UsageError(
+                f"the engine holds {len(held)} tokens, not {tokens}", "truncate within them"
+            )
+        return self.resume(held[:tokens], leave=0)
+
+    @alone
+    def branch(
+        self, new_name: str, tokens: int | None = None, *, notes: Mapping[str, Any] | None = None
+    ) -> Session:
+        """A new session of the first `tokens` tokens that this one was saved with (None: of all),
+        stored when this returns. No block is written, and nothing computed.
+
+        `notes` are the new one's; without them it takes over this one's, if it takes all tokens.
+        Raises as `branch_session` does, and `NotFound` where this session was never saved.
+        """
+        self.flush()
+        self.stored_token_ids()
+        assert self.stored is not None
+        branch_session(self.store, self.stored, new_name, tokens, notes=notes, tenant=self.tenant)
+        lossy = self._coding.allow_lossy
+        return Session(self.store, self.engine, new_name, tenant=self.tenant, allow_lossy=lossy)
+
     def roots(self) -> list[Root]:
         """Whose blocks may be restored, the better ones first."""
-        if self.codec.lossy:
-            return [self._exact, self.root]
-        if not self._allow_lossy:
-            return [self._exact]
-        return [self._exact, *lossy_roots(self.store, self.tenant, self._identity)]
+        return self._coding.roots()
 
     def has_lossy_only(self, report: ResumeReport) -> bool:
         """Whether a resume found nothing because what is stored is lossy, and that was not
         allowed."""
-        fidelity_differs = report.stopped_by.startswith("identity: fidelity is")
-        if self.codec.lossy or self._allow_lossy or not fidelity_differs:
-            return False
-        return bool(lossy_roots(self.store, self.tenant, self._identity))
+        return self._coding.has_lossy_only(report)
 
+    @alone
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
 
-        Called between batches of a long prefill it makes an interruption cost one batch.
+        Called between batches of a long prefill it makes an interruption cost one batch. State
+        checkpoints that wait are stored as well.
         """
 
         refuse_other_fidelity(self.engine, self.root)
@@ -210,9 +221,25 @@ class Session:
         def put() -> None:
             with self.store.holds.lease() as lease:
                 self._writer.put(self._writer.chain(), lease)
+                self._writer.put_states(self._writer.waiting, lease)
 
         try_again(put)
 
+    @alone
+    def checkpoint(self) -> None:
+        """Keep the state where the engine stands, so that a conversation can go on from here.
+
+        For models that cannot be cut at any position (sliding windows, recurrent layers); others
+        need none, and nothing happens. It is stored by the next `put_filled` or `save`, which adds
+        one where it finds the engine.
+        """
+        state = self._writer.take_state()
+        if state is not None:
+            self._writer.waiting.append(state)
+            if len(self._writer.waiting) >= STATES_AT_ONCE:
+                self.put_filled()
+
+    @alone
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
         """Store what the engine holds; when this returns it survives a power cut.
 
@@ -220,90 +247,79 @@ class Session:
         then on) where somebody saved it meanwhile, `NotAllStored` (after storing it with the blocks
         that fit) where the store is full, `StoreError`s where the disk does not take it: blocks
         written until then are kept and found by the next save.
+
+        What went wrong with a `save_soon` before it is raised first, and nothing is saved.
         """
+        self.flush()
 
         def save() -> SaveReport:
             with self.store.holds.lease() as lease:
-                return self._save(notes, pinned, lease)
+                return self._saving(notes, pinned).write(lease)
 
         return try_again(save)
 
-    def _save(self, notes: Mapping[str, Any] | None, pinned: bool, lease: Lease) -> SaveReport:
-        self._refuse_another_conversation()
-        refuse_other_fidelity(self.engine, self.root)
-        wanted = self._writer.chain()
-        names = [block.name for block in wanted]
-        partly = list[PartlyDone]()
-        if self.name is None:
-            self._writer.put(wanted, lease, check_all=True)
-            self.store.sync(names)
-            stored = len(names)
-        else:
-            record, tail = self._record(names, notes)
-            with self._draft(record, tail, wanted, lease) as draft:
-                stored = self._put_what_fits(wanted, lease, partly)
-                self.store.sync(names[:stored])
-                written = self.store.sessions.publish(draft, self._version)
-            self._saved(written, record, tail, partly)
-            if pinned:
-                self.store.pins.pin_session(self.tenant_id, self.name)
-        self.store.index.write_notes()
-        report = SaveReport(
-            session=self.name,
-            revision=self._version[0],
-            tokens=len(self.engine.token_ids()),
-            blocks=len(names),
-            blocks_stored=stored,
-            blocks_written=len(self._writer.written),
-            bytes_written=sum(self._writer.written.values()),
-            bytes_raw=self._writer.raw,
-            codec=self.codec.id,
-            fidelity=self.root.fidelity,
-        )
-        self._writer.start_anew()
-        if partly:
-            partly[-1].report = report
-            raise partly[-1]
-        return report
+    @alone
+    def save_soon(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> None:
+        """As `save`, but the writing is left to a thread: when this returns, the rows are out of
+        the engine, and nothing is sure yet. `flush` waits until it is.
 
-    @contextlib.contextmanager
-    def _draft(
-        self, record: SessionRecord, tail: Rows, wanted: Sequence[Wanted], lease: Lease
-    ) -> Iterator[Draft]:
-        """The session's file, written. It takes others' room; only where that is not enough its own
-        blocks': they are a cache, the conversation is not."""
-        self._writer.lease_stored(wanted, lease)
-        with contextlib.ExitStack() as stack:
-            drafting = self.store.sessions.draft
-            try:
-                draft = stack.enter_context(drafting(record, self._tail_codec, self.layout, tail))
-            except StoreFull:
-                lease.end(wait=True)
-                draft = stack.enter_context(drafting(record, self._tail_codec, self.layout, tail))
-            yield draft
+        A save in progress is waited for; what went wrong with that is raised, and nothing is saved.
+        `stored` is the version before until then. At most `MOST_BLOCKS` blocks wait in memory; of
+        more, the first are written before this returns.
+        """
+        self.flush()
+        hold = self._published.append
+        self._background.start(self.store, lambda: self._saving(notes, pinned), hold)
 
-    def _put_what_fits(
-        self, wanted: Sequence[Wanted], lease: Lease, partly: list[PartlyDone]
-    ) -> int:
-        """How many blocks of the chain are stored. The conversation itself is small: better saved
-        with the blocks that fit than lost."""
+    @alone
+    def flush(self) -> SaveReport | None:
+        """Wait for the save that `save_soon` left to a thread: its report, None where there is
+        none. What went wrong is raised here as by `save`, or by the next save, and only once."""
         try:
-            self._writer.put(wanted, lease, check_all=True)
-        except StoreFull as full:
-            stored = self._writer.stored(wanted)
-            partly.append(NotAllStored(stored, len(wanted), full))
-            return stored
-        return len(wanted)
+            return self._background.finish()
+        finally:
+            if self._published:
+                self._hold(self._published[-1])
+                self._published.clear()
 
-    def _record(
-        self, chain: Sequence[bytes], notes: Mapping[str, Any] | None
-    ) -> tuple[SessionRecord, Rows]:
-        """The next revision of the session, and the rows of its tail."""
-        assert self.name is not None
+    def close(self) -> None:
+        """`flush`, and end the thread. Before the store is closed."""
+        try:
+            self.flush()
+        finally:
+            self._background.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as problem:
+            if error is None:
+                raise
+            error.add_note(f"the session's last save failed as well: {problem}")
+
+    def _saving(self, notes: Mapping[str, Any] | None, pinned: bool) -> Saving:
+        """What the engine holds, to be stored as the session's next version."""
+        if self.name is not None:
+            self._refuse_another_conversation()
+            self.engine.holder = (self.tenant_id, self.name)
+        refuse_other_fidelity(self.engine, self.root)
+        wanted, tokens = self._writer.chain(), len(self.engine.token_ids())
+        last = self._writer.take_state()
+        states = [*self._writer.waiting, *([last] if last else ())]
+        state = last.wanted.name if last else b""
+        new = self._next_version(self.name, wanted, state, notes) if self.name is not None else None
+        return Saving(self.store, self._writer, wanted, tokens, new, pinned, self._hold, states)
+
+    def _next_version(
+        self, name: str, chain: Sequence[Wanted], state: bytes, notes: Mapping[str, Any] | None
+    ) -> NextVersion:
         ids, size = self.engine.token_ids(), self.store.block_size
         start = len(chain) * size
         record = SessionRecord(
-            name=self.name,
+            name=name,
             tenant_id=self.tenant_id,
             root_id=self.root.root_id,
             identity=self.root.identity,
@@ -311,56 +327,26 @@ class Session:
             block_size=size,
             revision=self._version[0] + 1,
             token_ids=ids,
-            chain=tuple(chain),
+            chain=tuple(block.name for block in chain),
+            state=state,
             notes=dict(notes or {}),
         )
-        return record, self.engine.export(start, len(ids)) if start < len(ids) else {}
-
-    def _saved(
-        self,
-        written: SessionFile | None,
-        record: SessionRecord,
-        tail: Rows,
-        partly: list[PartlyDone],
-    ) -> None:
-        """Go on from what was written, not from what stands there by now: another process may have
-        saved after us, and its version must not pass for ours."""
-        sessions = self.store.sessions
-        if written is None:
-            moved = sessions.store_beside(record, self._tail_codec, self.layout, tail)
-            self.name, written = moved.stored_as, moved.stored
-            partly.append(moved)
-            self._hold(written)
-        else:
-            self._hold(written)
-            sessions.sync(record)
-        self.engine.holder = (self.tenant_id, self.name or "")
+        tail = self.engine.export(start, len(ids)) if start < len(ids) and not state else {}
+        return NextVersion(record, self._coding.of_tail, self.layout, tail, self._version)
 
     def _refuse_another_conversation(self) -> None:
-        """Two sessions on one engine: none must be stored with the other's tokens, or with none.
-
-        To save a conversation under a further, new name is fine, and so is to go on with one.
-        """
+        if self.name is None:
+            return
         own = self._asked
         if own is None and self.stored is not None:
             own = self.stored.record.token_ids
-        held = self.engine.token_ids()
-        if own is None or self.name is None:
-            return
-        if len(own) and not len(held):
-            raise UsageError(
-                f"the engine holds nothing of session {self.name!r} any more",
-                "resume the session before it is saved",
-            )
-        others = self.engine.holder not in (None, (self.tenant_id, self.name))
-        if others and common_prefix(own, held) < len(own):
-            raise UsageError(
-                f"the engine holds another conversation than session {self.name!r}",
-                "resume the session before it is saved, or use an engine for each",
-            )
+        refuse_another_conversation(self.engine, self.tenant_id, self.name, own)
 
     def _hold(self, stored: SessionFile) -> None:
         """This is the session's file from now on: its tail to restore, its version to go on from."""
+        if self.engine.holder == (self.tenant_id, self.name):
+            self.engine.holder = (self.tenant_id, stored.record.name)
+        self.name = stored.record.name
         self.stored, self._problems = stored, []
         self._version = (stored.record.revision, stored.file_digest)
 
@@ -373,15 +359,3 @@ class Session:
             pass
         except (Damaged, StoreError) as error:
             self._problems.append(error.what)
-
-    def _why(self, ids: TokenIds, leave: int, found: Restored) -> str:
-        if found.tokens == len(ids):
-            return "whole prompt"
-        if found.tokens == len(ids) - leave:
-            return "whole prompt: the last token is always computed"
-        if found.damage:
-            return f"damaged: {found.damage[-1]}"
-        if found.skipped:
-            return found.skipped
-        record = self.stored.record if self.stored else None
-        return why_reuse_ended(self.store, self.root, self.tenant, ids, found.tokens, record)

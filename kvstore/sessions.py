@@ -103,7 +103,7 @@ class Sessions:
                     return None
                 if started_from == (0, "") and files.stands(path):
                     self.place.set_aside(path, "a session file that could not be read")
-                follow_pin(db, pin_key(path), record.chain)
+                follow_pin(db, pin_key(path), record.path)
                 count_session(db, path, draft.packed.size, record)
                 room.publish(db, path)
         except StoreError:

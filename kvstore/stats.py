@@ -1,4 +1,5 @@
-"""Numbers about a store: sizes, sharing, hits. Nothing here walks the blocks."""
+"""Numbers about a store: sizes, sharing, hits. Nothing here walks the blocks; the state checkpoints,
+of which there are few, are walked."""
 
 from __future__ import annotations
 
@@ -11,14 +12,26 @@ from kvsnap.formats.errors import Damaged
 from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore.store import Store
 
+_STATES_ON = "(SELECT COUNT(*) FROM blocks s WHERE s.parent = b.id AND s.state = 1)"
+_STATES_AS_LEAVES = f"""
+SELECT (SELECT COALESCE(SUM(chain_bytes), 0) FROM blocks WHERE state = 1 AND children = 0)
+  - (SELECT COALESCE(SUM(chain_bytes), 0) FROM blocks b
+       WHERE id IN (SELECT parent FROM blocks WHERE state = 1) AND children = {_STATES_ON})
+"""
+"""What checkpoints add to the sum over leaves: each is one, and the last block of a chain is none
+where one stands on it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """`bytes` counts what the budget counts: all files of blocks and sessions, unfinished ones and
-    quarantine. `bytes_saved_by_sharing`: what the chains of all sessions, and the stored chains
-    without one, would take more if none shared a block (of a damaged chain, as long as it was). `leased`: calls that hold blocks now."""
+    quarantine. `codecs`: files of blocks and checkpoints by codec. `bytes_saved_by_sharing`: what
+    the chains of all sessions, and the stored chains without one, would take more if none shared a
+    block (of a damaged chain, as long as it was); checkpoints aside. `leased`: calls that hold
+    blocks now. `unreachable`, `evicted_blocks`: checkpoints included."""
 
     blocks: int
+    states: int
     bytes: int
     sessions: int
     pinned: int
@@ -48,8 +61,10 @@ def stats(store: Store) -> Stats:
     holds = dict(query(sql, [time.time()]))
     counters = dict(query("SELECT name, value FROM counters"))
     unreachable = query("SELECT COUNT(*) FROM blocks WHERE reachable = 0 AND lost IS NULL")
+    states = query("SELECT COUNT(*) FROM blocks WHERE state = 1 AND lost IS NULL")[0][0]
     return Stats(
-        blocks=codecs.total(),
+        blocks=codecs.total() - states,
+        states=states,
         bytes=store.space.used(),
         sessions=len(sessions),
         pinned=holds.get("pin", 0),
@@ -82,14 +97,19 @@ def _models(store: Store, roots: set[int]) -> int:
 def _saved_by_sharing(store: Store, last_blocks: list[str]) -> int:
     """The sum over all chains minus what is stored.
 
-    The index keeps that sum over the leaves. Sessions are added whose chain is another's, or ends
-    before a leaf: each is a chain too, but the first that ends at a leaf is that leaf's.
+    The index keeps that sum over the leaves; `_STATES_AS_LEAVES` takes the checkpoints out of it.
+    Sessions are added whose chain is another's, or ends before a leaf: each is a chain too, but the
+    first that ends at a leaf is that leaf's.
     """
     query = store.index.query
     chains = query("SELECT value FROM counters WHERE name = 'leaf_chain_bytes'")[0][0]
+    chains -= query(_STATES_AS_LEAVES)[0][0]
+    sql = f"SELECT chain_bytes, children - {_STATES_ON} FROM blocks b WHERE name = ?"
     for last, times in Counter(filter(None, last_blocks)).items():
-        sql = "SELECT chain_bytes, children FROM blocks WHERE name = ?"
-        for size, children in query(sql, [bytes.fromhex(last)]):
-            chains += size * (times - (children == 0))
+        for size, followers in query(sql, [bytes.fromhex(last)]):
+            chains += size * (times - (followers == 0))
     stored = query("SELECT COALESCE(SUM(bytes), 0) FROM totals")[0][0]
+    stored -= query("SELECT COALESCE(SUM(bytes), 0) FROM blocks WHERE state = 1 AND lost IS NULL")[
+        0
+    ][0]
     return max(0, int(chains - stored))

@@ -17,12 +17,15 @@ from kvsnap.kvstore.store import Store
 
 LIMIT = 100
 _CHUNK = 500
+_BLOCK = "CASE WHEN blocks.state = 1 THEN blocks.parent ELSE blocks.id END"
+"""Of a row: the block itself, or the one that a checkpoint stands on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """A run of blocks without a branch. `id` counts in the order of drawing, `parent` is the id of
-    the run before, None for the first of a tree.
+    the run before, None for the first of a tree. `states`: checkpoints that stand on its blocks;
+    `bytes`: of both.
 
     `reused`: requests whose reuse ended in it or in anything that follows it. `sessions`: those
     whose chain ends in it. `pinned`, `leased`: one that keeps it and all before stands in it.
@@ -35,6 +38,7 @@ class Node:
     start: int
     tokens: int
     blocks: int
+    states: int = 0
     bytes: int
     reused: int
     first_block: str
@@ -59,8 +63,8 @@ class Tree:
 
 
 def deepest_block(store: Store, tenant_id: str, what: str) -> bytes | None:
-    """The last block that is known of a session's chain (None: there is none), or the block whose
-    name begins with `what`. Raises `NotFound`."""
+    """The last block that is known of a session's chain (None: there is none), or the block or
+    checkpoint whose name begins with `what`. Raises `NotFound`."""
     try:
         chain = store.sessions.load(tenant_id, what).record.chain
     except NotFound:
@@ -74,8 +78,8 @@ def read_tree(store: Store, limit: int = LIMIT, block: bytes | None = None) -> T
     the path goes first, then the most reused."""
     target = root = None
     if block is not None:
-        found = store.index.query("SELECT id, root FROM blocks WHERE name = ?", [block])
-        if not found:
+        found = store.index.query(f"SELECT {_BLOCK}, root FROM blocks WHERE name = ?", [block])
+        if not found or found[0][0] is None:
             return Tree((), 0)
         target, root = found[0]
     runs = Runs(store.index, root)
@@ -96,6 +100,7 @@ def read_tree(store: Store, limit: int = LIMIT, block: bytes | None = None) -> T
                 start=int(runs.start[run]),
                 tokens=int(runs.tokens[run]),
                 blocks=int(runs.blocks[run]),
+                states=int(runs.states[run]),
                 bytes=int(runs.bytes[run]),
                 reused=int(runs.reused[run]),
                 first_block=facts.names.get(int(runs.first[run]), ""),
@@ -159,11 +164,13 @@ class _Facts:
         self._read_names(runs, chosen)
         query = store.index.query
         for row, reason in query(
-            "SELECT id, lost FROM blocks WHERE lost IS NOT NULL ORDER BY start"
+            "SELECT id, lost FROM blocks WHERE lost IS NOT NULL AND state = 0 ORDER BY start"
         ):
             self.lost.setdefault(runs.of_block(row), reason)
-        sql = "SELECT kind, block FROM holds WHERE block IS NOT NULL AND until >= ?"
+        sql = f"SELECT kind, {_BLOCK} FROM holds JOIN blocks ON blocks.id = block WHERE until >= ?"
         for kind, row in query(sql, [time.time()]):
+            if row is None:  # a checkpoint before the first block
+                continue
             self.holds[runs.of_block(row)].add(kind)
         ends = defaultdict(list)
         for *_, facts in store.listing.refresh():

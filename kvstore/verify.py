@@ -22,6 +22,7 @@ from kvsnap.formats.session_name import SUFFIX
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
 from kvsnap.kvstore.index import big_endian
+from kvsnap.kvstore.match import state_at_end
 from kvsnap.kvstore.rebuild import MISSING, block_paths
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
@@ -103,7 +104,7 @@ def verify_session(
     report = VerifyReport()
     path = store.sessions.require(tenant_id, name)
     session = _session_file(path, tenant, report)
-    for block in session.record.chain if session else ():
+    for block in session.record.path if session else ():
         file = store.place.block(block)
         row = store.index.find(block)
         if row is None and files.file_size(file) is None:
@@ -159,7 +160,8 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
         return  # of a process that died before its row: the next writer deletes it, or gc adds it
     if files.file_size(store.place.block(record.name)) != size:
         return  # stored again, in another form, while it was read here
-    if (row.start, row.tokens, row.bytes) != (record.start, big_endian(record.token_ids), size):
+    told = (row.state, row.start, row.tokens, row.bytes)
+    if told != (record.is_state, record.start, big_endian(record.token_ids), size):
         raise Damaged("the index differs from the file: delete index.sqlite3*, it is built anew")
 
 
@@ -175,6 +177,9 @@ def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> Se
             names = chain_names(root.key, record.token_ids, record.block_size)
             if tuple(names) != record.chain:
                 raise Damaged("the chain does not follow from the session's token ids")
+            state = state_at_end(root.key, names, record.token_ids, record.block_size)
+            if record.state not in (b"", state.name):
+                raise Damaged("the state checkpoint does not follow from the session's token ids")
         return session
     return None
 

@@ -66,14 +66,14 @@ def command(
     page cache, and from disk cold. The result is stored for the model and its settings, and resume
     computes what would clearly be slower to restore. The store's own blocks are not touched.
     """
-    from kvsnap.cli.engine import Loaded, require_llama
+    from kvsnap.cli.engine import Loaded, require_engine
     from kvsnap.cli.plot_crossover import draw
     from kvsnap.kvstore.pictures import check_plot
 
     asked = parse_lengths(lengths)
     if plot is not None:
         check_plot(plot)
-    require_llama()
+    require_engine(options["engine"])
     from kvsnap.kvstore import break_even
     from kvsnap.kvstore.measure.crossover import DEFAULT_LENGTHS
 

@@ -53,7 +53,7 @@ def command(
     With SESSION the prompt is its next turn, as for resume; without a prompt its own tokens.
     Nothing is computed, restored or changed. A miss is an answer: the exit code is 0.
     """
-    from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
+    from kvsnap.cli.engine import Loaded, count_all_tokens, require_engine
     from kvsnap.kvstore.conversation import new_prompt, next_prompt
     from kvsnap.kvstore.explain.explain import explain
 
@@ -61,8 +61,8 @@ def command(
     tenant = read_tenant(tenant_key_file)
     if session is None and not source.given:
         raise UsageError("there is nothing to explain", "name a session, or give a prompt")
-    require_llama()
-    tokens = count_all_tokens(app, options["model"], session, tenant, source)
+    require_engine(options["engine"])
+    tokens = count_all_tokens(app, options["model"], session, tenant, source, options["engine"])
     options["codec"] = None
     loaded = Loaded(app, options, tokens + ANSWER, session, tenant)
     try:

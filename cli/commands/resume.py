@@ -93,7 +93,7 @@ def command(
     With SESSION the prompt is its next user turn (chat) or appended text (raw); without one it
     goes on generating. The sampler's state (its random numbers) is not part of a session.
     """
-    from kvsnap.cli.engine import Loaded, count_all_tokens, require_llama
+    from kvsnap.cli.engine import Loaded, count_all_tokens, require_engine
     from kvsnap.kvstore.answer import generate
     from kvsnap.kvstore.conversation import answered, new_prompt, next_prompt, readable
 
@@ -104,8 +104,8 @@ def command(
         raise UsageError(
             "there is nothing to resume", "name a session (kvsnap ls), or give a prompt"
         )
-    require_llama()
-    tokens = count_all_tokens(app, options["model"], session, tenant, source)
+    require_engine(options["engine"])
+    tokens = count_all_tokens(app, options["model"], session, tenant, source, options["engine"])
     loaded = Loaded(app, options, tokens + max_tokens, session, tenant)
     record: SessionRecord | None = None
     try:
@@ -120,7 +120,7 @@ def command(
             made = new_prompt(loaded.engine, source, answer=True)
         if made.warning:
             app.out.warn(made.warning)
-        result = loaded.prefill(app, made.token_ids, leave=1, store_on_the_way=False)
+        result = loaded.prefill(app, made, leave=1, store_on_the_way=False)
         report = result.report
         if report.reused_tokens == 0 and report.stopped_by.startswith("identity"):
             app.out.warn(

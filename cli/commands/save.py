@@ -62,8 +62,9 @@ def command(
 
     The prompt is one of --prompt, --prompt-file, --messages and --token-ids.
     """
-    from kvsnap.cli.engine import Loaded, count_tokens, require_llama
+    from kvsnap.cli.engine import Loaded, count_tokens, require_engine
     from kvsnap.kvstore.conversation import new_prompt
+    from kvsnap.kvstore.measure.live import require_cut
 
     started = time.perf_counter()
     source = read_source(prompt, prompt_file, messages, token_ids)
@@ -79,12 +80,16 @@ def command(
         raise UsageError(f"--max-kl is {max_kl}", "give a number, like 1e-3")
     if max_kl is not None and options["codec"] is not None:
         raise UsageError("--max-kl chooses the codec", "give --max-kl or --codec, not both")
-    require_llama()
-    loaded = Loaded(app, options, count_tokens(options["model"], source), session, tenant)
+    require_engine(options["engine"])
+    loaded = Loaded(
+        app, options, count_tokens(options["model"], source, options["engine"]), session, tenant
+    )
     try:
         made = new_prompt(loaded.engine, source, answer=False)
         by_kl = max_kl is not None
-        result = loaded.prefill(app, made.token_ids, leave=0, store_on_the_way=not by_kl)
+        if by_kl:
+            require_cut(loaded.engine)  # before the prefill, which may take minutes
+        result = loaded.prefill(app, made, leave=0, store_on_the_way=not by_kl)
         notes = made.notes(loaded.model)
         if max_kl is not None:
             notes = {**notes, "max_kl": _choose(app, loaded, max_kl).notes()}

@@ -101,6 +101,7 @@ def _session(app: App, found: dict[str, Any]) -> None:
                 f"{found['tokens']}, of which the last {found['tail_tokens']} in its own file",
             ),
             ("blocks", f"{there} of {len(found['blocks'])} stored, {units.size(bytes_of_blocks)}"),
+            *_state(found["state"]),
             ("file", f"{found['path']} ({units.size(found['bytes'])})"),
             ("codec", f"{found['codec']}, {found['fidelity']}"),
             *_max_kl(notes),
@@ -112,15 +113,22 @@ def _session(app: App, found: dict[str, Any]) -> None:
         app.out.text(f"  {message.get('role', ''):10}{text[:66]}{'…' if len(text) > 66 else ''}")
 
 
+def _state(state: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if state is None:
+        return []
+    return [("state", units.size(state["bytes"]) if state["stored"] else "not stored any more")]
+
+
 def _block(app: App, found: dict[str, Any]) -> None:
-    lines = [("block", found["block"]), ("file", found["path"])]
+    lines = [(found["kind"], found["block"]), ("file", found["path"])]
     if found["lost"]:
         lines.append(("lost", found["lost"]))
     if "start" in found:
         last = found["start"] + found["tokens"] - 1
+        here = f"{found['start']} to {last}" if found["tokens"] else f"none: at {found['start']}"
         lines += [
             ("parent", found["parent"]),
-            ("positions", f"{found['start']} to {last}"),
+            ("positions", here),
             ("size", units.size(found["bytes"])),
             ("codec", f"{found['codec']}, {found['fidelity']}"),
             ("reachable", "yes" if found["reachable"] else "no: one before it is missing"),

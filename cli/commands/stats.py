@@ -27,6 +27,7 @@ def command(app: App) -> None:
     for label, value in [
         ("store", str(store.path)),
         ("blocks", f"{found.blocks} ({codecs})" if codecs else "0"),
+        ("states", str(found.states)) if found.states else ("", ""),
         ("unreachable", str(found.unreachable)) if found.unreachable else ("", ""),
         ("size", units.size(found.bytes)),
         ("capacity", f"{_capacity(found.budget_bytes)} ({found.budget_source})"),

@@ -27,7 +27,7 @@ CODECS = {
 DEFAULT_CODEC = "zstd"
 ENTRY_POINTS = "kvsnap.codecs"
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_codecs"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_codecs", "lossless"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,6 +68,11 @@ def _class_of(codec_id: str) -> type[Codec]:
         f"codec {reprlib.repr(codec_id)} is not known to this version of kvsnap",
         f"known codecs: {', '.join(known_codecs())}",
     )
+
+
+def lossless(codec: Codec) -> Codec:
+    """The codec itself, or the default one in place of a lossy one."""
+    return get_codec(DEFAULT_CODEC) if codec.lossy else codec
 
 
 def _other_places(codec_id: str) -> list[str]:

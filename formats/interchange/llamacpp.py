@@ -25,6 +25,7 @@ import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.interchange.ggml import GgmlType, ggml_type
+from kvsnap.formats.interchange.state_bytes import Reader, Writer
 from kvsnap.formats.layout import Array
 
 STATE_MAGIC = 0xAF143CD8
@@ -34,6 +35,7 @@ _WORD = struct.Struct("<I")
 _CELL = struct.Struct("<iI")
 _ROWS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
+_CELL_BYTES = _CELL.size + 4
 _EXTENSION_WORDS = (2, 3)
 """Words that M-RoPE (x, y) or PLE n-gram (x, y, token) models put into each cell."""
 
@@ -83,11 +85,15 @@ def check_version(version: int) -> None:
 def parse_state(buffer: memoryview, version: int) -> State:
     """Parse the bytes of `llama_state_seq_get_data`. Refuses by name what it does not know."""
     check_version(version)
-    reader = _Reader(buffer)
+    read_head(Reader(buffer))
+    return parse_sequence(buffer[_HEAD.size :], version)
+
+
+def read_head(reader: Reader) -> None:
+    """What every state starts with, whatever memory it is of."""
     magic, _ = reader.take(_HEAD)
     if magic != STATE_MAGIC:
         raise Damaged(f"a llama.cpp sequence state starts with {STATE_MAGIC:#x}, not {magic:#x}")
-    return parse_sequence(buffer[_HEAD.size :], version)
 
 
 def parse_sequence(buffer: memoryview, version: int) -> State:
@@ -138,20 +144,36 @@ def assemble(kind: StateType, tokens: int, seq_id: int = 0, first: int = 0) -> A
     stream 0, where sequence 0 lives.
     """
     check_version(kind.version)
-    cell = _CELL.size + 4
-    rows = sum(layer.k_bytes + layer.v_bytes for layer in kind.layers) * tokens
-    heads = len(kind.layers) * (_ROWS.size * 2)
-    words = 4 if kind.version >= 4 else 2
-    size = _HEAD.size + 4 + 4 * kind.n_stream
-    size += (cell * tokens + 4 * words + heads + rows) if tokens else 0
-    writer = _Writer(np.empty(size, np.uint8))
+    writer = Writer(np.empty(_HEAD.size + kv_size(kind, tokens), np.uint8))
+    write_head(writer, seq_id)
+    k, v = write_kv(writer, kind, tokens, seq_id, first)
+    return Assembly(writer.finish(), k, v)
+
+
+def write_head(writer: Writer, seq_id: int) -> None:
+    """What every state starts with, whatever memory it is of."""
     writer.put(_HEAD, STATE_MAGIC, seq_id)
+
+
+def kv_size(kind: StateType, tokens: int) -> int:
+    """Bytes of a KV cache's part of a state."""
+    rows = sum(layer.k_bytes + layer.v_bytes for layer in kind.layers) * tokens
+    heads = len(kind.layers) * (_ROWS.size + (_COLUMNS if kind.v_trans else _ROWS).size)
+    words = 4 if kind.version >= 4 else 2
+    size = 4 + 4 * kind.n_stream
+    return size + ((_CELL_BYTES * tokens + 4 * words + heads + rows) if tokens else 0)
+
+
+def write_kv(
+    writer: Writer, kind: StateType, tokens: int, seq_id: int, first: int
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Write a KV cache's part but for its rows; views of K and V to fill, per layer."""
     writer.put(_WORD, kind.n_stream)
     writer.put(_WORD, tokens)
     k: list[Array] = []
     v: list[Array] = []
     if tokens:
-        cells = writer.area(cell * tokens).view("<i4").reshape(tokens, 3)
+        cells = writer.area(_CELL_BYTES * tokens).view("<i4").reshape(tokens, 3)
         cells[:, 0] = np.arange(first, first + tokens)
         cells[:, 1] = 1
         cells[:, 2] = seq_id
@@ -172,7 +194,7 @@ def assemble(kind: StateType, tokens: int, seq_id: int = 0, first: int = 0) -> A
             v.append(_by_token(area, tokens, layer.v, kind.v_trans))
     for _ in range(kind.n_stream - 1):
         writer.put(_WORD, 0)
-    return Assembly(writer.finish(), tuple(k), tuple(v))
+    return tuple(k), tuple(v)
 
 
 def _by_token(area: Array, tokens: int, kind: GgmlType, transposed: bool) -> Array:
@@ -181,42 +203,22 @@ def _by_token(area: Array, tokens: int, kind: GgmlType, transposed: bool) -> Arr
     return view.reshape(-1, tokens).T if transposed else view.reshape(tokens, -1)
 
 
-class _Reader:
-    """Bounded reads over a buffer: every count is compared with the bytes left before it is used."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer, self.at = buffer, 0
-
-    def take(self, fields: struct.Struct) -> tuple[int, ...]:
-        return fields.unpack(self.bytes(fields.size))
-
-    def bytes(self, size: int) -> memoryview:
-        if size > len(self.buffer) - self.at:
-            raise Damaged(f"the state is cut: {len(self.buffer)} bytes are not all of it")
-        self.at += size
-        return self.buffer[self.at - size : self.at]
-
-
-class _Writer:
-    def __init__(self, buffer: Array) -> None:
-        self.buffer, self.at = buffer, 0
-
-    def put(self, fields: struct.Struct, *values: int) -> None:
-        fields.pack_into(self.buffer.data, self.at, *values)
-        self.at += fields.size
-
-    def area(self, size: int) -> Array:
-        self.at += size
-        return self.buffer[self.at - size : self.at]
-
-    def finish(self) -> Array:
-        if self.at != len(self.buffer):
-            raise AssertionError(f"assembled {self.at} of {len(self.buffer)} bytes")
-        return self.buffer
-
-
 def _parse(buffer: memoryview, version: int, extension_words: int) -> State:
-    reader = _Reader(buffer)
+    reader = Reader(buffer)
+    state = read_kv(reader, version, extension_words)
+    if len(state.positions) and not state.type.layers:
+        raise Damaged(f"a state with v_trans {int(state.type.v_trans)} and 0 layers")
+    if reader.at != len(buffer):
+        raise Unsupported(
+            f"{len(buffer) - reader.at} bytes follow the attention state"
+            " (sliding-window or recurrent memory)",
+            "this is a state of several memories",
+        )
+    return state
+
+
+def read_kv(reader: Reader, version: int, extension_words: int = 0) -> State:
+    """Read a KV cache's part of a state; of no layers, where a model has none of that kind."""
     (n_stream,) = reader.take(_WORD)
     if not 1 <= n_stream <= 256:  # LLAMA_MAX_SEQ
         raise Damaged(f"a state of {n_stream} streams")
@@ -227,28 +229,20 @@ def _parse(buffer: memoryview, version: int, extension_words: int) -> State:
             raise Unsupported("a state with cells in several streams is not one sequence")
         if cells:
             found = _stream(reader, version, n_stream, cells, extension_words)
-    if reader.at != len(buffer):
-        raise Unsupported(
-            f"{len(buffer) - reader.at} bytes follow the attention state"
-            " (sliding-window or recurrent memory)",
-            "kvsnap does not handle these models yet",
-        )
     empty = StateType(version, False, (), n_stream)
     return found or State(empty, np.empty(0, np.int64), (), ())
 
 
-def _stream(
-    reader: _Reader, version: int, n_stream: int, cells: int, extension_words: int
-) -> State:
+def _stream(reader: Reader, version: int, n_stream: int, cells: int, extension_words: int) -> State:
     positions = _positions(reader, cells, extension_words)
     v_trans, n_layer = reader.take(struct.Struct("<II"))
-    if v_trans > 1 or not 1 <= n_layer <= 4096:
+    if v_trans > 1 or n_layer > 4096:
         raise Damaged(f"a state with v_trans {v_trans} and {n_layer} layers")
     rotation_k, rotation_v = reader.take(struct.Struct("<II")) if version >= 4 else (0, 0)
     ks = [_k_rows(reader, cells) for _ in range(n_layer)]
-    if reader.at == len(reader.buffer):
+    if n_layer and reader.at == len(reader.buffer):
         raise Unsupported("a state without V rows (latent attention) is not handled yet")
-    read_v: Callable[[_Reader, int], tuple[GgmlType, int, Array]]
+    read_v: Callable[[Reader, int], tuple[GgmlType, int, Array]]
     read_v = _v_columns if v_trans else _k_rows
     vs = [read_v(reader, cells) for _ in range(n_layer)]
     layers = tuple(
@@ -259,7 +253,7 @@ def _stream(
     return State(kind, positions, tuple(k[2] for k in ks), tuple(v[2] for v in vs))
 
 
-def _positions(reader: _Reader, cells: int, extension_words: int) -> np.ndarray:
+def _positions(reader: Reader, cells: int, extension_words: int) -> np.ndarray:
     """Cells hold one sequence id, or none: a copied range shows up without ids (n_seq_max 1)."""
     _, n_seq = reader.take(_CELL)
     reader.at -= _CELL.size
@@ -272,7 +266,7 @@ def _positions(reader: _Reader, cells: int, extension_words: int) -> np.ndarray:
     return table[:, 0].astype(np.int64)
 
 
-def _k_rows(reader: _Reader, cells: int) -> tuple[GgmlType, int, Array]:
+def _k_rows(reader: Reader, cells: int) -> tuple[GgmlType, int, Array]:
     number, row_bytes = reader.take(_ROWS)
     kind = ggml_type(number)
     if row_bytes == 0 or row_bytes % kind.bytes:
@@ -281,7 +275,7 @@ def _k_rows(reader: _Reader, cells: int) -> tuple[GgmlType, int, Array]:
     return kind, row_bytes, _by_token(area, cells, kind, False)
 
 
-def _v_columns(reader: _Reader, cells: int) -> tuple[GgmlType, int, Array]:
+def _v_columns(reader: Reader, cells: int) -> tuple[GgmlType, int, Array]:
     number, element_bytes, width = reader.take(_COLUMNS)
     kind = ggml_type(number)
     if kind.quantized or element_bytes != kind.bytes or width == 0:

@@ -24,7 +24,8 @@ from kvsnap.formats.names import TokenIds, common_prefix, token_array
 class Landing:
     """The one buffer that an engine's load will take, and views of it to fill with rows.
 
-    `rows`: plane → [layers, stop - start, row], writable, not necessarily contiguous.
+    `rows`: plane → [layers, stop - start, row], writable, not necessarily contiguous. Of groups
+    with a span: what belongs to position `stop`, as `Layout.ranges_at` says.
     """
 
     start: int
@@ -99,10 +100,21 @@ class Engine(ABC):
 
     @abstractmethod
     def export(self, start: int, stop: int) -> Rows:
-        """Rows of positions [start, stop), which must be held. Does not disturb the engine.
+        """Rows of positions [start, stop), which must be held, of the groups in blocks. Does not
+        disturb the engine.
 
         The arrays stay valid and unchanged whatever the engine does next.
         """
+
+    def export_state(self) -> Rows:
+        """Rows of the groups that have a span, at the position where the engine stands, as
+        `Layout.ranges_at` says. Engines whose layout has none are not asked."""
+        raise NotImplementedError
+
+    def reach(self, tokens: int) -> int:
+        """The last position, at most `tokens`, that `truncate` can go back to. Engines with groups
+        that have a span often cannot go back at all: then 0, and all is forgotten."""
+        return tokens
 
     @abstractmethod
     def landing(self, stop: int, start: int = 0) -> Landing:
@@ -111,7 +123,8 @@ class Engine(ABC):
     @abstractmethod
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
         """Make the engine hold `token_ids`: what it holds up to the landing's start, bit for bit,
-        then the landing's rows, of which a damaged store may have filled fewer than there are.
+        then the landing's rows, of which a damaged store may have filled fewer than there are (all
+        of them, where the layout needs a state).
 
         Raises `EngineError` if the engine does not take them; it holds no more than before.
         """
@@ -134,7 +147,7 @@ class Engine(ABC):
 
     @abstractmethod
     def truncate(self, tokens: int) -> None:
-        """Forget positions from `tokens` on."""
+        """Forget positions from `tokens` on, a position that `reach` gave."""
 
     @abstractmethod
     def evaluate(

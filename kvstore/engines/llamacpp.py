@@ -1,6 +1,6 @@
 """llama.cpp through the caller's own `llama_cpp.Llama`.
 
-Rows leave and enter as sequence states (formats/interchange/llamacpp.py). Only new rows are
+Rows leave and enter as sequence states (formats/interchange/llamacpp.py, llamacpp_memory.py). Only new rows are
 exported: their range is copied to a scratch sequence (cell metadata only, no data moves), whose
 state holds just those cells. `n_tokens` and `input_ids` are kept right, so that `generate`,
 `create_completion` and `create_chat_completion` go on from the restored prefix.
@@ -8,7 +8,6 @@ state holds just those cells. `n_tokens` and `input_ids` are kept right, so that
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -20,34 +19,43 @@ from kvsnap.engines.base import Landing, LossyRows
 from kvsnap.engines.llamacpp_identity import (
     Facts,
     identity_of,
-    layout_of,
+    memory_of,
     read_facts,
     refuse_media,
     stamps_of,
 )
+from kvsnap.engines.llamacpp_memory import BYTE_POINTER, planes_of, state_bytes
 from kvsnap.engines.llamacpp_text import LlamaText
-from kvsnap.formats.errors import BadTokenIds, DoesNotFit, EngineError, Unsupported, UsageError
-from kvsnap.formats.identity import Identity
-from kvsnap.formats.interchange.llamacpp import (
-    LayerType,
-    State,
-    StateType,
-    assemble,
-    order_of,
-    parse_state,
+from kvsnap.formats.errors import (
+    BadTokenIds,
+    Damaged,
+    DoesNotFit,
+    EngineError,
+    Unsupported,
+    UsageError,
 )
-from kvsnap.formats.layout import Array, Layout, Rows
+from kvsnap.formats.identity import Identity
+from kvsnap.formats.interchange.llamacpp import State, StateType, order_of
+from kvsnap.formats.interchange.llamacpp_memory import (
+    KvCells,
+    Part,
+    PartType,
+    Recurrent,
+    RecurrentType,
+    assemble_memory,
+)
+from kvsnap.formats.layout import Array, Group, Layout, Rows
 from kvsnap.formats.names import TokenIds, token_array
 
 _LONGER = "make the context larger (--ctx) or the prompt shorter"
-_BYTE_POINTER = ctypes.POINTER(ctypes.c_uint8)
 
 
 class LlamaCpp(LlamaText):
     """Adapter over one `Llama`, sequence 0. Raises `Unsupported` by name for what it cannot do:
 
-    sliding-window, recurrent, hybrid, M-RoPE and latent-attention models, media handlers,
-    embedding contexts, and sequence state versions that this kvsnap does not know.
+    M-RoPE and latent-attention models, media handlers, embedding contexts, and sequence state
+    versions that this kvsnap does not know. Recurrent and hybrid models, and sliding windows of
+    which only the window is kept (`swa_full=False`), go on from state checkpoints only.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -55,15 +63,8 @@ class LlamaCpp(LlamaText):
         self.facts: Facts = read_facts(llm)
         # The digest is that of a path: taken later it must still be the file that was loaded.
         self._stamps = stamps_of(llm)
-        self._layout = layout_of(self.facts)
-        self._type = StateType(
-            version=self.facts.state_version,
-            v_trans=self.facts.v_trans,
-            layers=tuple(LayerType(*layer) for layer in self.facts.layers),
-            n_stream=self.facts.n_stream,
-            rotation_k=self.facts.rotation_k,
-            rotation_v=self.facts.rotation_v,
-        )
+        self.memory = memory_of(llm, self.facts)
+        self._layout = self.memory.layout
         # The last sequence id that llama.cpp has room for: no application counts up to there.
         self._scratch = llama_cpp.llama_max_parallel_sequences() - 1
 
@@ -89,9 +90,11 @@ class LlamaCpp(LlamaText):
         memory behind the Llama's back. A hole in the middle would not show."""
         refuse_media(self.llm)
         memory, tokens = llama_cpp.llama_get_memory(self.llm.ctx), self.llm.n_tokens
-        first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
         last = llama_cpp.llama_memory_seq_pos_max(memory, 0)
-        held = tokens if first == 0 and last >= tokens - 1 else 0
+        # With state besides blocks this is the window's first, or the state's one position.
+        first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
+        whole = first == 0 or (self._layout.needs_state and first >= 0)
+        held = tokens if whole and last >= tokens - 1 else 0
         return token_array(self.llm.input_ids[:held])
 
     @property
@@ -113,41 +116,61 @@ class LlamaCpp(LlamaText):
     def export(self, start: int, stop: int) -> Rows:
         if not 0 <= start < stop <= self.llm.n_tokens:
             raise UsageError(f"tokens {start}..{stop} of {self.llm.n_tokens} cannot be exported")
-        if self._type.n_stream > 1:  # a partial copy between streams asserts: take all, then cut
-            state = self._state(0)
-            held = (state.positions >= start) & (state.positions < stop)
-        else:
-            memory = llama_cpp.llama_get_memory(self.llm.ctx)
-            llama_cpp.llama_memory_seq_cp(memory, 0, self._scratch, start, stop)
-            try:
-                state = self._state(self._scratch)
-            finally:
-                llama_cpp.llama_memory_seq_rm(memory, self._scratch, -1, -1)
-            held = np.ones(len(state.positions), bool)
-        rotations = (state.type.rotation_k, state.type.rotation_v)
-        if (state.type.layers, state.type.v_trans) != (self._type.layers, self._type.v_trans) or (
-            # Versions before 4 do not record the rotation.
-            state.type.version >= 4 and rotations != (self._type.rotation_k, self._type.rotation_v)
-        ):
-            raise Unsupported(
-                "the engine's state has another layout than its model's metadata tells",
-                "report this with the model's name; kvsnap stores nothing of it",
-            )
-        cells = np.flatnonzero(held)
-        order = order_of(state.positions[cells], start, stop)
-        rows = self._planes(state.k, state.v)
-        if order is None and len(cells) == len(state.positions):
-            return rows
-        picked = cells if order is None else cells[order]
-        return {name: array[:, picked] for name, array in rows.items()}
+        # Of windowed layers llama.cpp writes the last window of a sequence only.
+        step = self.memory.window if self._windows_in_blocks else stop - start
+        pieces = [self._cells(first, min(first + step, stop)) for first in range(start, stop, step)]
+        if len(pieces) == 1:
+            return pieces[0]
+        return {name: np.concatenate([p[name] for p in pieces], axis=1) for name in pieces[0]}
+
+    def export_state(self) -> Rows:
+        position = self.llm.n_tokens
+        rows: dict[str, Array] = {}
+        for part, groups in self._parts(0):
+            if isinstance(part, Recurrent):
+                if part.position != position - 1:
+                    raise EngineError(
+                        f"the engine's recurrent state stands at {part.position + 1}, not {position}"
+                    )
+                rows |= planes_of(groups, part.r, part.s)
+            elif groups and groups[0].span:
+                first = max(0, position - groups[0].span)
+                rows |= _picked(part, groups, first, position)
+        return rows
+
+    def reach(self, tokens: int) -> int:
+        """Windowed rows before the end may be there or not; llama.cpp's memory is asked for them."""
+        if not self._layout.needs_state or tokens == self.llm.n_tokens:
+            return tokens
+        if self.memory.recurrent or tokens == 0:
+            return 0
+        try:
+            for part, groups in self._shared(0, tokens):
+                if isinstance(part, State) and groups and groups[0].span:
+                    _picked(part, groups, max(0, tokens - groups[0].span), tokens)
+        except Damaged:
+            return 0
+        return tokens
 
     def landing(self, stop: int, start: int = 0) -> Landing:
         if start == stop:
-            return Landing(start, stop, self._layout.empty(0), None)
+            return Landing(start, stop, self._layout.in_blocks.empty(0), None)
         sequence, first = (self._scratch, start) if self._can_append(start) else (0, 0)
-        assembly = assemble(self._type, stop - first, sequence, first)
-        rows = self._planes(assembly.k, assembly.v)
-        missing = {name: array[:, start - first :] for name, array in rows.items()}
+        cells = []
+        for groups in self.memory.groups:
+            span = groups[0].span if groups else None
+            if span != 0:
+                low = first if span is None else max(0, stop - span)
+                cells.append(KvCells(stop - low, low))
+        assembly = assemble_memory(self.memory.parts, cells, stop, sequence)
+        rows: dict[str, Array] = {}
+        for groups, (one, other) in zip(self.memory.groups, assembly.parts, strict=True):
+            rows |= planes_of(groups, one, other)
+        in_blocks = self._layout.in_blocks.planes()
+        missing = {
+            name: array[:, start - first :] if name in in_blocks else array
+            for name, array in rows.items()
+        }
         return Landing(start, stop, missing, (assembly.buffer, rows))
 
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
@@ -156,6 +179,8 @@ class LlamaCpp(LlamaText):
             raise DoesNotFit(f"{stop} tokens do not fit a context of {self.capacity}", _LONGER)
         if not start <= stop <= landing.stop or start > self.llm.n_tokens:
             raise UsageError(f"rows of {start}..{landing.stop} cannot make {stop} tokens")
+        if stop < landing.stop and self._layout.needs_state:
+            raise UsageError(f"a state of {landing.stop} tokens cannot make {stop}")
         if stop < landing.stop:  # damage shortened the prefix: the state is laid out anew
             shorter = self.landing(stop, start)
             for name, array in shorter.rows.items():
@@ -177,14 +202,15 @@ class LlamaCpp(LlamaText):
 
     def _can_append(self, start: int) -> bool:
         """Whether only missing rows need to be loaded: into the scratch sequence, whose cells then
-        become sequence 0's, too. Between streams such a copy asserts."""
-        return start > 0 and self._type.n_stream == 1
+        become sequence 0's, too. Between streams such a copy asserts. Cells that a window masks may
+        be taken for others, so memories with one are loaded anew, as a whole."""
+        return start > 0 and self._streams == 1 and self.memory.is_plain
 
     def _set_state(self, buffer: Array, start: int, stop: int, sequence: int) -> None:
         memory = llama_cpp.llama_get_memory(self.llm.ctx)
         if sequence == 0:
             llama_cpp.llama_memory_clear(memory, False)  # so that cells are taken from the first
-        pointer = buffer.ctypes.data_as(_BYTE_POINTER)
+        pointer = buffer.ctypes.data_as(BYTE_POINTER)
         read = llama_cpp.llama_state_seq_set_data(self.llm.ctx, pointer, buffer.nbytes, sequence)
         if sequence != 0:
             if read == buffer.nbytes:
@@ -199,7 +225,9 @@ class LlamaCpp(LlamaText):
     def truncate(self, tokens: int) -> None:
         if tokens >= self.llm.n_tokens:
             return
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.llm.ctx), 0, tokens, -1)
+        memory = llama_cpp.llama_get_memory(self.llm.ctx)
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, tokens, -1):
+            raise EngineError(f"llama.cpp cannot go back to {tokens} tokens with this model")
         self.llm.n_tokens = tokens
         self.llm._requires_eval = True
 
@@ -226,32 +254,66 @@ class LlamaCpp(LlamaText):
             self.evaluated += len(batch)
             step_done(len(batch))
 
-    def _state(self, sequence: int) -> State:
-        size = llama_cpp.llama_state_seq_get_size(self.llm.ctx, sequence)
-        buffer = np.empty(size, np.uint8)
-        pointer = buffer.ctypes.data_as(_BYTE_POINTER)
-        written = llama_cpp.llama_state_seq_get_data(self.llm.ctx, pointer, size, sequence)
-        if written != size:
-            raise EngineError(f"llama.cpp gave {written} of {size} bytes of its state")
-        return parse_state(buffer.data.cast("B"), self._type.version)
+    @property
+    def _windows_in_blocks(self) -> bool:
+        return self.memory.window > 0 and not self._layout.needs_state
 
-    def _planes(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> dict[str, Array]:
-        planes: dict[str, Array] = {}
-        first = 0
-        for group in self._layout.groups:
-            layers = slice(first, first + group.layers)
-            planes[f"{group.name}.k"] = _as_one(k[layers])
-            planes[f"{group.name}.v"] = _as_one(v[layers])
-            first += group.layers
-        return planes
+    def _parts(self, sequence: int) -> list[tuple[Part, tuple[Group, ...]]]:
+        """The parts of a sequence's state, each with its groups of the layout."""
+        parts = self.memory.parse(state_bytes(self.llm, sequence))
+        for part, known in zip(parts, self.memory.parts, strict=True):
+            if not _same(part, known):
+                raise Unsupported(
+                    "the engine's state has another layout than its model's metadata tells",
+                    "report this with the model's name; kvsnap stores nothing of it",
+                )
+        return list(zip(parts, self.memory.groups, strict=True))
+
+    def _shared(self, start: int, stop: int) -> list[tuple[Part, tuple[Group, ...]]]:
+        """The parts of a state of [start, stop) alone: the range is shared with the scratch sequence,
+        which moves no data."""
+        memory = llama_cpp.llama_get_memory(self.llm.ctx)
+        llama_cpp.llama_memory_seq_cp(memory, 0, self._scratch, start, stop)
+        try:
+            return self._parts(self._scratch)
+        finally:
+            llama_cpp.llama_memory_seq_rm(memory, self._scratch, -1, -1)
+
+    def _cells(self, start: int, stop: int) -> dict[str, Array]:
+        """Rows [start, stop) of the groups in blocks."""
+        # A recurrent memory never lets go of the scratch sequence, and between streams a partial
+        # copy asserts: take all, then cut.
+        alone = not self.memory.recurrent and self._streams == 1
+        rows: dict[str, Array] = {}
+        for part, groups in self._shared(start, stop) if alone else self._parts(0):
+            if isinstance(part, State) and groups and groups[0].span is None:
+                rows |= _picked(part, groups, start, stop)
+        return rows
+
+    @property
+    def _streams(self) -> int:
+        return max((p.n_stream for p in self.memory.parts if isinstance(p, StateType)), default=1)
 
 
-def _as_one(layers: tuple[Array, ...]) -> Array:
-    """Equal layers of one state buffer as one view [layers, tokens, row]: they are evenly spaced."""
-    if len(layers) == 1 or not layers:
-        return layers[0][None]
-    step = layers[1].ctypes.data - layers[0].ctypes.data
-    first = layers[0]
-    return np.lib.stride_tricks.as_strided(
-        first, (len(layers), *first.shape), (step, *first.strides), writeable=first.flags.writeable
+def _picked(part: State, groups: tuple[Group, ...], start: int, stop: int) -> dict[str, Array]:
+    """A part's rows at positions [start, stop), in order; `Damaged` unless each is there once."""
+    held = (part.positions >= start) & (part.positions < stop)
+    cells = np.flatnonzero(held)
+    order = order_of(part.positions[cells], start, stop)
+    rows: dict[str, Array] = planes_of(groups, part.k, part.v)
+    if order is None and len(cells) == len(part.positions):
+        return rows
+    picked = cells if order is None else cells[order]
+    return {name: array[:, picked] for name, array in rows.items()}
+
+
+def _same(part: Part, known: PartType) -> bool:
+    if isinstance(part, Recurrent) or isinstance(known, RecurrentType):
+        return part.type == known
+    if not len(part.positions):
+        return True
+    rotations = (part.type.rotation_k, part.type.rotation_v)
+    return (part.type.layers, part.type.v_trans) == (known.layers, known.v_trans) and (
+        # Versions before 4 do not record the rotation.
+        part.type.version < 4 or rotations == (known.rotation_k, known.rotation_v)
     )

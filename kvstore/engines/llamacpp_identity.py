@@ -20,14 +20,15 @@ from typing import Any
 import llama_cpp
 
 from kvsnap.engines.gguf import model_shards, weights_digest
+from kvsnap.engines.llamacpp_memory import Memory, kinds_of, kv_plane, probe
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.identity import Adapter, Identity, Rope
 from kvsnap.formats.interchange.ggml import GgmlType, ggml_type
-from kvsnap.formats.interchange.llamacpp import check_version
-from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
+from kvsnap.formats.interchange.llamacpp import LayerType, State, StateType, check_version
+from kvsnap.formats.layout import Group, Layout, PlaneRope
 
 FAMILY = "llama.cpp"
-_NOT_YET = "use a full-attention model; kvsnap does not handle these yet"
+_NOT_YET = "use another model; kvsnap does not handle these yet"
 _ROPE_TYPES = {-1: "none", 0: "norm", 2: "neox"}
 _SCALINGS = {0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
 
@@ -60,7 +61,7 @@ def read_facts(llm: llama_cpp.Llama) -> Facts:
     heads = _per_layer(meta.get(f"{architecture}.attention.head_count_kv"), layers)
     if heads is None:
         heads = (int(llama_cpp.llama_model_n_head_kv(llm.model)),) * layers
-    width = llm.n_embd() // int(llama_cpp.llama_model_n_head(llm.model))
+    width = llm.n_embd() // max(1, int(llama_cpp.llama_model_n_head(llm.model)))
     k_dim = int(meta.get(f"{architecture}.attention.key_length", width))
     v_dim = int(meta.get(f"{architecture}.attention.value_length", width))
     k_type, v_type = ggml_type(params.type_k), ggml_type(params.type_v)
@@ -86,22 +87,46 @@ def read_facts(llm: llama_cpp.Llama) -> Facts:
     )
 
 
-def layout_of(facts: Facts) -> Layout:
+def memory_of(llm: llama_cpp.Llama, facts: Facts) -> Memory:
+    """From metadata, or from the context's own state where metadata does not tell all. That of a
+    context is found once: adapters come and go."""
+    known: Memory | None = getattr(llm, "_kvsnap_memory", None)
+    if known is None:
+        plain = kinds_of(llm) == [State]
+        heads = max(facts.heads, default=1) or 1
+        ropes = (_plane_rope(facts), None)  # windowed layers often rotate by another base
+        known = _plain_memory(facts) if plain else probe(llm, facts.state_version, heads, ropes)
+        if not plain and any(isinstance(p, StateType) and p.n_stream > 1 for p in known.parts):
+            raise Unsupported(
+                "this model's memory in several streams is not handled",
+                "make the Llama with one sequence",
+            )
+        llm._kvsnap_memory = known
+    return known
+
+
+def _plain_memory(facts: Facts) -> Memory:
     """Runs of layers with equal heads are one group; all of them, in nearly every model."""
     groups = []
     for number, (heads, run) in enumerate(groupby(facts.heads)):
-        k_type, k_bytes, v_type, v_bytes = facts.layers[0]
-        k_bytes, v_bytes = (
-            k_type.row_bytes(heads * facts.k_dim),
-            v_type.row_bytes(heads * facts.v_dim),
-        )
+        k_type, _, v_type, _ = facts.layers[0]
+        k_bytes = k_type.row_bytes(heads * facts.k_dim)
+        v_bytes = v_type.row_bytes(heads * facts.v_dim)
         planes = (
-            _plane("k", k_type, heads, facts.k_dim, k_bytes, _plane_rope(facts)),
-            _plane("v", v_type, heads, facts.v_dim, v_bytes, None),
+            kv_plane("k", k_type, k_bytes, heads, _plane_rope(facts)),
+            kv_plane("v", v_type, v_bytes, heads, None),
         )
         name = "full" if len(set(facts.heads)) == 1 else f"full{number}"
         groups.append(Group(name=name, layers=len(list(run)), planes=planes))
-    return Layout(groups=tuple(groups))
+    part = StateType(
+        version=facts.state_version,
+        v_trans=facts.v_trans,
+        layers=tuple(LayerType(*layer) for layer in facts.layers),
+        n_stream=facts.n_stream,
+        rotation_k=facts.rotation_k,
+        rotation_v=facts.rotation_v,
+    )
+    return Memory(facts.state_version, (part,), (tuple(groups),), 0)
 
 
 def identity_of(
@@ -172,10 +197,6 @@ def _refuse_what_is_not_plain(llm: llama_cpp.Llama) -> None:
         raise Unsupported(
             "an embedding context has no conversation to save", "make the Llama without embedding"
         )
-    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
-        raise Unsupported("recurrent and hybrid models keep state besides KV", _NOT_YET)
-    if llama_cpp.llama_model_n_swa(model) > 0:
-        raise Unsupported("this model has sliding-window layers", _NOT_YET)
     if llama_cpp.llama_model_has_encoder(model):
         raise Unsupported("encoder-decoder models are not handled", _NOT_YET)
     rope = llama_cpp.llama_model_rope_type(model)
@@ -210,21 +231,6 @@ def _rope(llm: llama_cpp.Llama, architecture: str) -> Rope | None:
         # llama_model::get_rope_factors picks the long factors by the context that was built, and
         # by the model's own original length whatever the caller says.
         long_context=llm.n_ctx() > models_own,
-    )
-
-
-def _plane(
-    name: str, kind: GgmlType, heads: int, dim: int, row_bytes: int, rope: PlaneRope | None
-) -> Plane:
-    if kind.quantized:
-        return Plane(name=name, kind="rows", dtype="U8", row=(row_bytes,), source_type=kind.name)
-    return Plane(
-        name=name,
-        kind="elements",
-        dtype=kind.dtype,
-        row=(heads, dim),
-        source_type=kind.name,
-        rope=rope,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import llama_cpp
 from llama_cpp import _internals
-from llama_cpp._logger import set_verbose
 
 from kvsnap.engines.gguf import check_model
 from kvsnap.formats.errors import EngineError, NotFound, UsageError
@@ -44,11 +43,17 @@ class LoadOptions:
     lora: str | None = None
 
 
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _silent(level: int, text: bytes, data: object) -> None:
+    """For the command line. llama-cpp-python 0.3.36 takes warnings for errors and prints them, also
+    where it is not to be verbose; what goes wrong comes as an exception."""
+
+
 @contextlib.contextmanager
 def vocabulary(path: Path) -> Iterator[_internals.LlamaModel]:
     """The model's tokenizer and metadata alone: 60 ms where a context of 8k tokens takes 400."""
     check_model(path)
-    set_verbose(False)
+    llama_cpp.llama_log_set(_silent, None)
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
@@ -65,6 +70,7 @@ def vocabulary(path: Path) -> Iterator[_internals.LlamaModel]:
 def load_llama(path: Path, options: LoadOptions, tokens: int) -> llama_cpp.Llama:
     """A `Llama` with a context of `options.ctx`, or of `tokens`, at most the trained length."""
     check_model(path)
+    llama_cpp.llama_log_set(_silent, None)
     context = options.ctx
     if context is None:
         context = -(-tokens // ROUND_CONTEXT) * ROUND_CONTEXT

@@ -16,7 +16,7 @@ from kvsnap.formats.names import TokenIds, chain_names
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.compare import difference
-from kvsnap.kvstore.match import Match, longest_prefix, tail_reach
+from kvsnap.kvstore.match import Match, longest_usable, tail_reach
 from kvsnap.kvstore.session import Session
 
 
@@ -35,7 +35,7 @@ class Loss:
 class Found:
     """`tokens` at the front could be restored: from these blocks, of which the last may be cut,
     and `tail` tokens from the session's own file. `names`: of all filled blocks of the prompt,
-    under `root`."""
+    under `root`. `state`, `beyond`: as in `Match`."""
 
     root: Root
     tokens: int
@@ -43,6 +43,8 @@ class Found:
     tail: int
     names: list[bytes]
     losses: tuple[Loss, ...]
+    state: Wanted | None = None
+    beyond: int = 0
 
 
 def dry_match(session: Session, ids: TokenIds, *, check: bool = False) -> Found:
@@ -63,7 +65,7 @@ def _under(session: Session, root: Root, ids: TokenIds, check: bool) -> Found:
     losses: list[Loss] = []
     right: set[bytes] = set()
     while True:
-        match = longest_prefix(blocks, root, names, ids, size, limit)
+        match = longest_usable(session.layout, blocks, root, names, ids, size, limit)
         bad = _first_bad(session, root, match, right, check)
         if bad is None:
             break
@@ -73,16 +75,25 @@ def _under(session: Session, root: Root, ids: TokenIds, check: bool) -> Found:
     depth = match.tokens // size
     if depth < len(names) and names[depth] in store.blocks.misses:
         losses.append(Loss(names[depth].hex(), store.blocks.misses[names[depth]]))
-    reach = _tail_reach(session, root, ids, match, limit, losses)
+    reach = 0 if match.state else _tail_reach(session, root, ids, match, limit, losses)
     start = reach and _tail_start(session)
     used = match.blocks[: start // size] if reach else match.blocks
-    return Found(root, max(match.tokens, reach), tuple(used), reach - start, names, tuple(losses))
+    return Found(
+        root,
+        max(match.tokens, reach),
+        tuple(used),
+        reach - start,
+        names,
+        tuple(losses),
+        match.state,
+        match.beyond,
+    )
 
 
 def _first_bad(
     session: Session, root: Root, match: Match, right: set[bytes], check: bool
 ) -> tuple[bytes, str] | None:
-    for wanted in match.blocks:
+    for wanted in (*match.blocks, *([match.state] if match.state else ())):
         if wanted.name not in right:
             problem = _problem(session, root, wanted, check)
             if problem is not None:

@@ -55,7 +55,7 @@ class MatchedBlock:
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """`matched_tokens` could be restored: those of `blocks`, and `tail_tokens` from the session's
-    own file. `reused_tokens`: how many a resume would restore, none where that is not worth it.
+    own file, or from the checkpoint `state`. `reused_tokens`: how many a resume would restore, none where that is not worth it.
     `verdict` is one of the words above, `text` one line, `block` the one that is gone."""
 
     prompt_tokens: int
@@ -64,6 +64,7 @@ class Explanation:
     tail_tokens: int
     block_size: int
     blocks: tuple[MatchedBlock, ...]
+    state: str | None
     verdict: str
     text: str
     advice: str
@@ -107,6 +108,7 @@ def explain(
             for wanted, row in zip(found.blocks, rows, strict=True)
             if row is not None
         ),
+        state=found.state.name.hex() if found.state is not None else None,
         verdict=end.verdict,
         text=end.text,
         advice=ADVICE[end.advice or end.verdict],
@@ -169,6 +171,9 @@ def _end_of_what_is_stored(session: Session, ids: TokenIds, found: Found) -> _En
             f" {parting.stored_token_id} in {parting.stored_in}"
         )
         return _End(DIFFERING, text, parting=parting)
+    if found.beyond > found.tokens:
+        text = f"blocks go on to position {found.beyond}; there is no state checkpoint to go on from"
+        return _End(END, text)
     rest = len(ids) - found.tokens
     if found.tokens == len(found.names) * session.store.block_size > 0:
         text = f"the other {rest} fill no block; only a named session keeps such, for itself"

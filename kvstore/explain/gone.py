@@ -1,7 +1,7 @@
 """Why the block that a prompt goes on with is not there, though it was once: damage, or eviction.
 
 An evicted block leaves no row; that it was there is known where a session of the same tenant still
-names it in its chain.
+names it in its chain. The same goes for the state checkpoint at a session's end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsnap.formats.errors import KvsnapError
-from kvsnap.formats.identity import Root
+from kvsnap.formats.identity import Root, layout_of
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.explain.dry_match import Found, Loss
@@ -44,6 +44,8 @@ def lost_next(store: Store, root: Root, ids: TokenIds, found: Found) -> Loss | N
         row = store.index.find(found.names[depth])
         if row is not None and not row.reachable:
             return Loss(row.name.hex(), row.lost or "a block before it is lost")
+    if layout_of(root.identity).needs_state:
+        return _lost_state(store, root, ids, found)
     parent = found.names[depth - 1] if depth else ZERO_PARENT
     best, reason = found.tokens - depth * size, None
     for name, tokens, lost in _unreachable_neighbours(
@@ -61,7 +63,7 @@ def _unreachable_neighbours(
 ) -> list[tuple[bytes, bytes, str | None]]:
     """As `Index.neighbours` finds them, of the rows that it leaves out."""
     where = (
-        "SELECT name, tokens, lost FROM blocks WHERE start = ? AND reachable = 0"
+        "SELECT name, tokens, lost FROM blocks WHERE start = ? AND reachable = 0 AND state = 0"
         " AND parent IS (SELECT id FROM blocks WHERE name = ?)"
         " AND root = (SELECT id FROM roots WHERE root_id = ?) AND tokens"
     )
@@ -71,15 +73,36 @@ def _unreachable_neighbours(
     return [*after, *before]
 
 
-def evicted_next(session: Session, ids: TokenIds, found: Found) -> Evicted | None:
-    """A session whose chain goes on as the prompt does, into blocks that are not there any more."""
-    depth = found.tokens // session.store.block_size
-    for record in _candidates(session, found, depth):
-        if record.root_id != found.root.root_id or len(record.chain) <= depth:
+def _lost_state(store: Store, root: Root, ids: TokenIds, found: Found) -> Loss | None:
+    """The deepest checkpoint of the prompt that cannot be used; no other one would have helped."""
+    sql = (
+        "SELECT b.name, b.start, b.tokens, b.lost, p.name FROM blocks b LEFT JOIN blocks p"
+        " ON p.id = b.parent WHERE b.state = 1 AND b.reachable = 0"
+        " AND b.root = (SELECT id FROM roots WHERE root_id = ?) ORDER BY b.start + LENGTH(b.tokens) / 4 DESC"
+    )
+    for name, start, tokens, lost, parent in store.index.query(sql, [root.root_id]):
+        depth, stop = start // store.block_size, start + len(tokens) // 4
+        if not found.tokens < stop < len(ids) or tokens != big_endian(ids[start:stop]):
             continue
-        common = min(common_prefix(record.token_ids, ids), record.tail_start)
-        if common > found.tokens and session.store.index.find(record.chain[depth]) is None:
-            return Evicted(record.chain[depth].hex(), record.name, common)
+        if (parent or ZERO_PARENT) == (found.names[depth - 1] if depth else ZERO_PARENT):
+            return Loss(name.hex(), lost or "a block before it is lost")
+    return None
+
+
+def evicted_next(session: Session, ids: TokenIds, found: Found) -> Evicted | None:
+    """A session whose chain goes on as the prompt does, into blocks that are not there any more, or
+    to a checkpoint that is not."""
+    depth, find = found.tokens // session.store.block_size, session.store.index.find
+    for record in _candidates(session, found, depth):
+        if record.root_id != found.root.root_id:
+            continue
+        common, whole = common_prefix(record.token_ids, ids), len(record.token_ids)
+        in_blocks = min(common, record.tail_start)
+        if in_blocks > found.tokens and find(record.chain[depth]) is None:
+            return Evicted(record.chain[depth].hex(), record.name, in_blocks)
+        goes_on = found.tokens < whole == common < len(ids)
+        if record.state and goes_on and find(record.state) is None:
+            return Evicted(record.state.hex(), record.name, whole)
     return None
 
 
@@ -88,14 +111,17 @@ def _candidates(session: Session, found: Found, depth: int) -> Iterator[SessionR
     the prompt, then the ones saved last."""
     if session.stored is not None:
         yield session.stored.record
+    has_states = layout_of(found.root.identity).needs_state
     wanted = {name.hex() for name in found.names[depth:]}
     store = session.store
     listed = [
         (facts.last not in wanted, -status.st_mtime_ns, path)
         for path, status, facts in store.listing.refresh()
         if path.parent.name == session.tenant_id
-        and facts.blocks > depth
-        and not store.index.is_reachable(bytes.fromhex(facts.last))
+        and (
+            (has_states and facts.tokens > found.tokens)
+            or (facts.blocks > depth and not store.index.is_reachable(bytes.fromhex(facts.last)))
+        )
     ]
     for _, _, path in sorted(listed)[:READ_AT_MOST]:
         with contextlib.suppress(KvsnapError, OSError):

@@ -23,6 +23,7 @@ from kvsnap.kvstore import break_even, files
 from kvsnap.kvstore.break_even import TIERS, Record
 from kvsnap.kvstore.curve import Curve, curve
 from kvsnap.kvstore.measure import page_cache
+from kvsnap.kvstore.measure.live import require_cut
 from kvsnap.kvstore.place import Place, write_settings
 from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.session import Session
@@ -86,6 +87,7 @@ def measure(
     `within`: seconds; lengths that would take longer altogether are left out, the shortest never.
     `step(done, total)` is called in tokens, between batches. The engine is empty afterwards.
     """
+    require_cut(engine)
     size = store.block_size
     asked = sorted({-(-length // size) * size for length in lengths})
     if not asked or asked[0] < 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvsnap.engines.base import Engine
 from kvsnap.engines.text import TextEngine
+from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.fidelity import mark_lossy
@@ -13,11 +15,21 @@ MEASURED = "of a measurement"
 """Fidelity of what a measurement leaves in an engine: no session stores that."""
 
 
+def require_cut(engine: Engine) -> None:
+    """Raise `Unsupported` for an engine that cannot be put back to any position and measured there."""
+    if engine.layout.needs_state:
+        raise Unsupported(
+            "this model keeps state besides the rows of its tokens, and cannot be measured so",
+            "measure one that can be cut at any position; saving and resuming works with both",
+        )
+
+
 class LiveModel:
     """Over an engine whose context is overwritten. `exact` are rows that are the engine's own; all
     others are marked when they are put into it."""
 
     def __init__(self, engine: TextEngine, *exact: Rows) -> None:
+        require_cut(engine)
         self.engine = engine
         self.layout: Layout = engine.layout
         self._exact = list(exact)

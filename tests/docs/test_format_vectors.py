@@ -146,6 +146,47 @@ def test_zstd_splits_elements_by_byte_and_keeps_the_content_digest():
     assert table["content"] == _content(FIELDS, IDS[:4], 4, rows)
 
 
+def test_the_state_checkpoint_follows_from_the_specification():
+    table, identity = _table("state"), BLOCKS["state-identity"].rstrip("\n")
+    assert _canonical(json.loads(identity)).decode() == identity
+    root = blake3(identity.encode()).digest()
+    parent, ids = _name(root, ZERO, IDS[:4]), IDS[4:6]
+    extras = struct.pack("<I", 5) + b"state" + struct.pack("<I", 0)
+    message = parent + struct.pack("<I", 2) + _ids(ids) + extras
+    fields = {
+        "extras": extras.hex(),
+        "fidelity": "exact",
+        "kind": "state",
+        "name": blake3(message, key=root).hexdigest(),
+        "parent": parent.hex(),
+        "root_id": blake3(root, derive_key_context="kvsnap root id").hexdigest(),
+        "start": "4",
+    }
+    planes = [
+        ("full.k", "F16", "uint16", [1, 2, 1, 2], _rows(2, 8)[:8]),
+        ("full.v", "F16", "uint16", [1, 2, 1, 2], _rows(2, 8)[8:]),
+        ("recurrent.r", "U8", "uint8", [2, 4], bytes(range(8))),
+        ("window.k", "F16", "uint16", [1, 3, 1, 2], _rows(3, 6)[:12]),
+    ]
+    shapes = {name: [kind, *shape[:2], *shape[3:]] for name, _, kind, shape, _ in planes}
+    record = _canonical([fields, shapes])
+    content = blake3(struct.pack("<I", len(record)) + record + _ids(ids))
+    content.update(b"".join(data for *_, data in planes))
+    metadata = {
+        **fields,
+        "codec": "raw",
+        "content": content.hexdigest(),
+        "identity": identity,
+        "kvsnap": "0",
+    }
+    tensors = [("token_ids", "U32", [2], _ids(ids))]
+    tensors += [(name, dtype, shape, data) for name, dtype, _, shape, data in planes]
+    assert f'"file":"{table.pop("file")}"'.encode() in _file(metadata, tensors)
+    for key in ("root_id", "parent", "extras", "name", "content"):
+        assert table.pop(key) == metadata[key]
+    assert table == {name: json.dumps(shape) for name, _, shape, _ in tensors}
+
+
 def test_the_session_file_follows_from_the_specification():
     table, rows = _table("session"), _rows(1, 16)
     fields = {
@@ -155,6 +196,7 @@ def test_the_session_file_follows_from_the_specification():
         "name": "support",
         "revision": "1",
         "root_id": ROOT_ID,
+        "state": "",
         "tenant_id": "default",
     }
     content = _content(fields, IDS, 1, rows)

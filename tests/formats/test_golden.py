@@ -23,21 +23,28 @@ FOLDER = Path(__file__).parents[1] / "golden" / "v0"
 TENANT = Tenant(bytes(range(32)))
 IDS = [(n * n * 40503 + 7) % 2**32 for n in range(37)]
 FILE = {
-    "block-raw": "74b782cd6807f50480764a598042ede306d30f8a4ea3035ab758a3e789a2471c",
-    "block-zstd": "c15afc92784706a52df1572e3c83209f29441c75a31facc962c9aa49ba7937d1",
-    "session-raw": "37f556965a1d21848a8674d207fefc57f97bb646a35cd93e988d4d61ace13231",
-    "session-zstd": "1c5c9b0bc9cf659e766dd4f1fd4a2185b00623d32da719191a5d92de046fd682",
+    "block-raw": "6d42807ab9230e4cd9e4032f068f72f5bfa3b7e4eabf578d846760e39d31bfbc",
+    "block-zstd": "f9a29ead4b453df6a41ee6ecef5df174d5a60275014b72c628ee9fde1079be36",
+    "session-raw": "9d4e7cffa34f335c707ee5d8c0e0a5f259fa30ca61c3e2a20b2379416c9f3c90",
+    "session-zstd": "2aae0bbc5860e090c59a6247d89bc72681ba1e88ab6d96ee53114ae7fbc9f24e",
+    "state-raw": "a306e3d185593656b5173e42f391d202863c531064277fb90a8dafb51af50161",
+    "state-zstd": "8483e988423925ecdf52b429e53e80ce2658e80d950a89e68f1ebfa91dc92f57",
     "pin": "00f35d1eb8489b4ea1af2138081dcae3971e06ad664ccce705f2974dbcf805ce",
 }
-ROOT_ID = "68c2e622116df3875b043bcafce3a7d443c5d05db0b3b6cd6b741631f1ecbe90"
-PARENT = "7f8ab90faa71b6434012574c6363a208b62e2bb0dc727fdbce25fc2281de66a0"
-NAME = "35f1d5f8cfceee6a72350fe4b1a817a24224f27a21ba9ce6fae52ce2a4bb5978"
-BLOCK_CONTENT = "ee5eb1056572ade7b3e504657ba9ee08e146292844f5c29817c14c97dee2d5bc"
-SESSION_CONTENT = "4743d193a10b6bf01af01aeceb2582d2c66d4b8fe6dfb1e4b44aceefdba8d701"
-TALK = "99cdfc54553cb161166baf6ee7ae2623ebab3be13d0613bee7301ffda2fd8fba"
+ROOT_ID = "4c38e45a288a862766a0f77515a1f6e92b9d0e9719ce4de47d603dd4477f8406"
+PARENT = "89a841558d17d57749b3a26f61fa5b76ed4aec2058e0135dc70cde7f78d3da11"
+NAME = "1b516f72b6abaf1061c10eea44a1c5ff02e187f08f7c8cd11779698c89eca987"
+BLOCK_CONTENT = "11760df7e46f735617569dfad6bf79e0bb7b32097cd50124ac51728af8d6d035"
+SESSION_CONTENT = "f3c3064a78d17cfc29e7abadbcec81601d5a11e3fabe8d4ac24ecd6a422b93d1"
+TALK = "c63c44cf0af1c6fe16e0f36064b0582f72898caa763649e3015fe25648967121"
 TENANT_ID = "2f37fbab93f0d1ad23e06fdd6813056a600eb8f5811517df784563650779728f"
 BLOCK_ROWS = "0d7a59343191bd91822232e202ae8b9342f928f0871295d6a1de083b9e6a38ef"
 TAIL_ROWS = "784ab038c4dd5c078ac2b4741bc4de8e1369e8da2c7cbb55d3614ebec460b288"
+STATE_ROOT_ID = "b315b1c5e5f61ecf9f7ee63c3a592e6c5e13e521590e740a55e78c8808c763ca"
+STATE_PARENT = "a88e5d2e208e85d2f96b4a301e1ec6757a863f6a8ace467cffc64aa8e50e4a4d"
+STATE_NAME = "eb0851244d8126947209fcdaa3de5c83924c8f5d72dee2ce5213b7fb1d49b5e8"
+STATE_CONTENT = "136b53800a80d053ab507d8be085e6940a1015da7cab1f3d07190df3b1e9bb29"
+STATE_ROWS = "d12d4825dbb670edab0d5107926f86c2cf391d242e5204c9f55c692f53c10ae5"
 CODECS = ["raw", "zstd"]
 
 
@@ -103,6 +110,38 @@ def test_the_session_says_what_was_recorded(codec: str) -> None:
     assert record.notes == {"messages": [{"role": "user", "content": "Grüße"}]}
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_state_checkpoint_says_what_was_recorded(codec: str) -> None:
+    found = parse_block(read(f"state-{codec}"))
+    record = found.record
+    assert (record.name.hex(), record.parent.hex()) == (STATE_NAME, STATE_PARENT)
+    assert (record.root_id, record.start, record.stop) == (STATE_ROOT_ID, 32, 35)
+    assert record.is_state
+    assert record.token_ids.tolist() == IDS[32:35]
+    assert (found.codec.id, found.content) == (codec, STATE_CONTENT)
+    found.check_content()
+    root = root_of(record.identity, TENANT)
+    chain = chain_names(root.key, token_array(IDS), 16)
+    own = block_name(root.key, chain[1], token_array(IDS[32:35]), record.extras)
+    assert (chain[1].hex(), own.hex()) == (STATE_PARENT, STATE_NAME)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_rows_of_the_state_checkpoint_are_the_recorded_ones(codec: str) -> None:
+    found = parse_block(read(f"state-{codec}"))
+    rows = found.layout().empty(found.record.ranges(found.layout()))
+    found.decode_into(found.layout(), rows)
+    assert sha256(rows) == STATE_ROWS
+    shapes = {name: array.shape for name, array in rows.items()}
+    assert shapes == {
+        "full.k": (2, 3, 16),  # the tokens after the last block
+        "full.v": (2, 3, 16),
+        "recurrent.state": (3, 40),  # one page a layer
+        "window.k": (1, 5, 4),  # five tokens back, two of them before these
+        "window.v": (1, 5, 18),
+    }
+
+
 def test_the_pin_says_what_was_recorded() -> None:
     record = parse_pin(read("pin"))
     assert record == PinRecord("session", TENANT_ID, "Alice/42", 1_900_000_000)
@@ -123,6 +162,11 @@ def test_packing_the_same_again_gives_the_same_bytes() -> None:
     record = block("raw").record
     packed = pack_block(record, get_codec("raw"), layout_of(record.identity), block_rows("zstd"))
     assert b"".join(bytes(part) for part in packed.buffers) == read("block-raw")
+    state = parse_block(read("state-zstd"))
+    rows = state.layout().empty(state.record.ranges(state.layout()))
+    state.decode_into(state.layout(), rows)
+    packed = pack_block(state.record, get_codec("raw"), state.layout(), rows)
+    assert b"".join(bytes(part) for part in packed.buffers) == read("state-raw")
     found = session("zstd")
     layout = layout_of(found.record.identity)
     tail = pack_session(found.record, get_codec("raw"), layout, found.tail_rows())

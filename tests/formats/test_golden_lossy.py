@@ -19,8 +19,8 @@ from kvsnap.formats.tenant import Tenant
 FOLDER = Path(__file__).parents[1] / "golden" / "v0"
 TENANT = Tenant(bytes(range(32)))
 FILE = {
-    "q8": "696f243b6b678f283e0b0d8d0f3eefa0544f0afe520a268c6c3d62c1209e7544",
-    "q4": "a2074789fb8f463371f1f2da1bc0a82c9bbe527f5a68703247f48f01fef15e9e",
+    "q8": "23a16514f5452f729083ca37f227867818e87fedc6e3cd5da0559be754c23a4e",
+    "q4": "95b5564364be9430d5f207d7125748427b5f01b4d9a01086880a244863e78930",
 }
 FIDELITY = {"q8": "q8@1", "q4": "q4@1;step=0.2"}
 ROWS = {
@@ -28,7 +28,7 @@ ROWS = {
     "q4": "c95429658300924086d298b7c66a7cb8c98302f41fc60c66580abffc0e7a656e",
 }
 CALIBRATION = "a1253a8fabf22abecaad52fbdbf15d061dd4f365fe838b8ce1ecc782cea702a5"
-KVTC = "f79a6bd160a9e8cbf786d88e75cb22d300d04b2ca518dbc3340d79f060b8c90f"
+KVTC = "77c1e7e9a8f8bcbcfb866e38771fb6a1c6f48913441b188d8e08bf3c490a619c"
 KVTC_V = "5789c98990464230b2de0a656005e93c757ce449e146fb065358509c9758d331"
 codecs = pytest.mark.parametrize("codec", FILE)
 

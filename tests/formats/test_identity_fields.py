@@ -104,6 +104,9 @@ CHANGES: dict[str, Change] = {
     "planes, one less": layout(lambda g: (replace(g[0], planes=g[0].planes[:1]), *g[1:])),
     "group.name": layout(lambda g: (replace(g[0], name="window"), *g[1:])),
     "group.layers": layout(lambda g: (replace(g[0], layers=3), *g[1:])),
+    "group.span": layout(lambda g: (replace(g[0], span=3), *g[1:])),
+    "group.span, wider": layout(lambda g: (replace(g[0], span=4), *g[1:])),
+    "group.span, of another group": layout(lambda g: (g[0], replace(g[1], span=3))),
     "groups, order": layout(lambda g: g[::-1]),
     "groups, one less": layout(lambda g: g[:1]),
     "groups, none": layout(lambda g: ()),
@@ -133,7 +136,7 @@ def test_a_new_field_cannot_be_forgotten_above(kind: type) -> None:
         Shard: "context_rank context_size pipeline_rank pipeline_size tensor_rank tensor_size",
         Adapter: "digest kind scale",
         Layout: "groups",
-        Group: "layers name planes",
+        Group: "layers name planes span",
         Plane: "dtype kind name rope row source_type",
         PlaneRope: "base dims pairing scale",
     }

@@ -17,6 +17,9 @@ CUT = Layout(
     groups=(Group(name="full", layers=3, planes=(V, K)), Group(name="a", layers=1, planes=(K,)))
 )
 WHOLE = Layout(groups=(*CUT.groups, Group(name="page", layers=2, planes=(PAGE,))))
+WINDOW = Group(name="window", layers=2, span=5, planes=(K, V))
+RECURRENT = Group(name="recurrent", layers=4, span=0, planes=(PAGE,))
+SPANS = Layout(groups=(WINDOW, CUT.groups[0], RECURRENT))
 
 
 def test_planes_are_sorted_by_name_with_their_layers() -> None:
@@ -124,14 +127,80 @@ def test_two_planes_of_one_name_are_refused() -> None:
             Layout(groups=groups)
 
 
+def test_blocks_hold_the_groups_without_a_span() -> None:
+    assert SPANS.needs_state
+    assert list(SPANS.in_blocks.planes()) == ["full.k", "full.v"]
+    assert SPANS.in_blocks.in_blocks is SPANS.in_blocks
+    assert not SPANS.in_blocks.needs_state
+    only = Layout(groups=(RECURRENT,))
+    assert only.needs_state
+    assert not only.in_blocks.planes()
+
+
 @pytest.mark.parametrize("layout", [CUT, WHOLE, Layout(groups=())])
+def test_a_layout_without_spans_is_whole_in_blocks(layout: Layout) -> None:
+    assert not layout.needs_state
+    assert layout.in_blocks is layout
+
+
+@pytest.mark.parametrize(
+    ("start", "position", "window"),
+    [(0, 0, 0), (0, 1, 1), (0, 5, 5), (0, 6, 5), (4, 4, 4), (4, 7, 5), (64, 64, 5), (64, 65, 5)],
+)
+def test_a_position_needs_the_last_rows_of_a_window_and_those_after_the_last_block(
+    start: int, position: int, window: int
+) -> None:
+    ranges = SPANS.ranges_at(start, position)
+    assert ranges == {
+        "full.k": range(start, position),
+        "full.v": range(start, position),
+        "recurrent.kv": range(position, position),
+        "window.k": range(position - window, position),
+        "window.v": range(position - window, position),
+    }
+    rows = SPANS.empty(ranges)
+    SPANS.check(rows, ranges)
+    assert {name: array.shape for name, array in rows.items()} == {
+        "full.k": (3, position - start, 8),
+        "full.v": (3, position - start, 18),
+        "recurrent.kv": (4, 1000),
+        "window.k": (2, window, 8),
+        "window.v": (2, window, 18),
+    }
+    assert SPANS.size(ranges) == sum(array.nbytes for array in rows.values())
+
+
+def test_rows_of_a_shorter_window_fail_the_check() -> None:
+    ranges = SPANS.ranges_at(64, 66)
+    rows = SPANS.empty(ranges)
+    with pytest.raises(Damaged, match=r"plane window\.k is uint16 \(2, 4, 8\), not .*\(2, 5, 8\)"):
+        SPANS.check({**rows, "window.k": rows["window.k"][:, 1:]}, ranges)
+
+
+@pytest.mark.parametrize("span", [-1, 2**31, 10**30])
+def test_an_impossible_span_is_refused(span: int) -> None:
+    with pytest.raises(Damaged, match="'g' has an impossible span"):
+        Group(name="g", layers=1, span=span, planes=(K,))
+
+
+@pytest.mark.parametrize(
+    ("span", "planes"), [(0, (K,)), (1, (PAGE,)), (0, (PAGE, K)), (1, (PAGE, K))]
+)
+def test_windows_have_rows_of_tokens_and_states_of_a_position_have_pages(
+    span: int, planes: tuple[Plane, ...]
+) -> None:
+    with pytest.raises(Damaged, match="'g' has planes that do not fit its span"):
+        Group(name="g", layers=1, span=span, planes=planes)
+
+
+@pytest.mark.parametrize("layout", [CUT, WHOLE, SPANS, Layout(groups=())])
 def test_a_layout_comes_back_from_json(layout: Layout) -> None:
     assert layout_from_json(layout_to_json(layout)) == layout
 
 
 def json_of(**changes: Any) -> list[dict[str, Any]]:
     plane = {"plane": "k", "kind": "elements", "dtype": "F16", "row": [2, 4], "rope": None}
-    group = {"group": "full", "layers": 3, "planes": [plane]}
+    group = {"group": "full", "layers": 3, "planes": [plane], "span": None}
     for key, value in changes.items():
         (plane if key in plane else group)[key] = value
     return [group]
@@ -139,6 +208,7 @@ def json_of(**changes: Any) -> list[dict[str, Any]]:
 
 def test_the_json_that_the_others_bend_is_accepted() -> None:
     assert layout_from_json(json_of()).planes()["full.k"][0] == 3
+    assert layout_from_json(json_of(span=7)).groups[0].span == 7
 
 
 @pytest.mark.parametrize(
@@ -157,6 +227,13 @@ def test_the_json_that_the_others_bend_is_accepted() -> None:
         json_of(layers=None),
         json_of(layers=-3),
         json_of(layers=10**30),
+        json_of(span="7"),
+        json_of(span=7.0),
+        json_of(span=True),
+        json_of(span=-1),
+        json_of(span=2**31),
+        json_of(span=0),
+        [{key: value for key, value in json_of()[0].items() if key != "span"}],
         json_of(group=1),
         json_of(group="a.b"),
         json_of(planes=None),
@@ -190,5 +267,5 @@ def test_any_other_json_is_refused_in_one_line(value: Any) -> None:
 @pytest.mark.parametrize("tokens", [1, 2**16])
 def test_a_layout_that_no_memory_holds_is_damaged_when_it_is_used(tokens: int) -> None:
     huge = layout_from_json(json_of(layers=2**31 - 1, row=[2**31 - 1, 2**31 - 1]))
-    with pytest.raises(Damaged, match=f"no memory for {tokens} tokens"):
+    with pytest.raises(Damaged, match="no memory for so many tokens"):
         huge.empty(tokens)

@@ -165,7 +165,7 @@ def test_tensors_without_a_tail_are_damaged(
 def test_a_hostile_layout_in_the_identity_is_damaged(
     session_bytes: Bytes, session_record: Record
 ) -> None:
-    layout = [{"group": "g", "layers": 2**31 - 1, "planes": [
+    layout = [{"group": "g", "layers": 2**31 - 1, "span": None, "planes": [
         {"plane": "k", "kind": "rows", "dtype": "U8", "row": [2**31 - 1], "rope": None}
     ]}]  # fmt: skip
     record = session_record(10, identity=json.dumps({"layout": layout}))

@@ -27,6 +27,8 @@ def breaches(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             found = {(node.module or "").partition(".")[0]} & CODE_RUNNERS
             found |= {f"{node.module}.{alias.name}" for alias in node.names} & METHODS
+            if (node.module, [alias.name for alias in node.names]) == ("yaml", ["safe_load"]):
+                found = set()
         elif isinstance(node, ast.Name):  # not only calls: map(hash, names) is one too
             found = {node.id} & CALLS
         elif isinstance(node, ast.Attribute):
@@ -49,6 +51,8 @@ def test_nothing_hashes_by_the_builtin_or_runs_what_it_reads(path: Path) -> None
         "import pickle",
         "from pickle import loads",
         "import os, yaml.loader",
+        "from yaml import load",
+        "from yaml import safe_load, load",
         "x = hash(name)",
         "x = map(hash, names)",
         "eval(text)",

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsnap.formats.block import BlockRecord, pack_block
+from kvsnap.formats.block import STATE, BlockRecord, pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.codecs.calibration import pack_calibration, parse_calibration, register
 from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
-from kvsnap.formats.names import ZERO_PARENT, chain_names, token_array
+from kvsnap.formats.names import ZERO_PARENT, block_name, chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.tenant import Tenant
@@ -47,6 +47,26 @@ LAYOUT = Layout(
     )
 )
 LOSSY = Layout(groups=(LAYOUT.groups[0],))
+HYBRID = Layout(
+    groups=(
+        LAYOUT.groups[0],
+        Group(
+            name="window",
+            layers=1,
+            span=5,
+            planes=(
+                Plane(name="k", kind="elements", dtype="F16", row=(1, 4), source_type="f16"),
+                Plane(name="v", kind="rows", dtype="U8", row=(18,), source_type="q4_0"),
+            ),
+        ),
+        Group(
+            name="recurrent",
+            layers=3,
+            span=0,
+            planes=(Plane(name="state", kind="pages", dtype="U8", row=(40,), source_type="f32"),),
+        ),
+    )
+)
 IDENTITY = Identity(
     family="llama.cpp",
     weights="blake3:" + "0123456789abcdef" * 4,
@@ -73,8 +93,11 @@ IDS = token_array([(n * n * 40503 + 7) % 2**32 for n in range(37)])
 
 
 def rows(start: int, stop: int) -> dict[str, np.ndarray]:
+    return filled(LAYOUT.empty(stop - start), start)
+
+
+def filled(made: dict[str, np.ndarray], start: int) -> dict[str, np.ndarray]:
     """Numbers near one, whose high byte compresses, and noise below."""
-    made = LAYOUT.empty(stop - start)
     for array in made.values():
         bits = 8 * array.itemsize
         at = np.arange(array.size, dtype=np.uint64).reshape(array.shape) + np.uint64(start)
@@ -89,6 +112,17 @@ def block(codec: str) -> Packed:
     parent, name = chain_names(root.key, IDS, 16)
     record = BlockRecord(name, parent, root.root_id, 16, IDS[16:32], root.identity)
     return pack_block(record, get_codec(codec), LAYOUT, rows(16, 32))
+
+
+def state(codec: str) -> Packed:
+    """The checkpoint at position 35: three tokens after the second block, and a window that begins
+    two tokens before them."""
+    root = root_of(replace(IDENTITY, layout=HYBRID), TENANT)
+    parent, ids = chain_names(root.key, IDS, 16)[1], IDS[32:35]
+    name = block_name(root.key, parent, ids, STATE)
+    record = BlockRecord(name, parent, root.root_id, 32, ids, root.identity, STATE)
+    made = filled(HYBRID.empty(record.ranges(HYBRID)), 32)
+    return pack_block(record, get_codec(codec), HYBRID, made)
 
 
 def calibration() -> Packed:
@@ -143,7 +177,8 @@ def pin() -> Packed:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for codec in ("raw", "zstd"):
-        for kind, packed in (("block", block(codec)), ("session", session(codec))):
+        made = (("block", block(codec)), ("session", session(codec)), ("state", state(codec)))
+        for kind, packed in made:
             path = folder / f"{kind}-{codec}.safetensors"
             path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
             print(path, packed.file_digest)
