@@ -27,6 +27,7 @@ bench: .venv/ready
 	$(BIN)/python tests/bench/block_size.py
 	$(BIN)/python tests/bench/free_running.py
 	$(BIN)/python tests/bench/codec_choices.py
+	$(BIN)/python tests/bench/llama_cache.py
 	$(BIN)/kvsnap bench codecs
 	$(BIN)/kvsnap bench store --blocks 100000
 
@@ -52,4 +53,5 @@ clean:
 	ln -sfn ../../kvstore/engines .typecheck/kvsnap/engines
 	ln -sfn ../../kvstore/testing .typecheck/kvsnap/testing
 	ln -sfn ../../kvstore/_kvsnap/__init__.py .typecheck/kvsnap/__init__.py
+	ln -sfn ../../kvstore/_kvsnap/llama_server.py .typecheck/kvsnap/llama_server.py
 	ln -sfn ../../kvstore/_kvsnap/py.typed .typecheck/kvsnap/py.typed

@@ -110,7 +110,7 @@ class ChainReader:
         except StoreError as error:
             result.damage.append(error.what)
             return _Offer(root, Match(0, ()), 0)
-        record = result.own.record if result.own and match.state is None else None
+        record = result.own.record if result.own else None
         return _Offer(root, match, tail_reach(record, root, match, ids, limit, size))
 
     def _is_worth_it(self, offer: _Offer, held: int, prompt_tokens: int, result: Restored) -> bool:
@@ -157,6 +157,9 @@ class ChainReader:
             except Damaged as error:
                 result.own = None
                 return landing, stop, f"tail of session {own.record.name!r}: {error.what}"
+            if rows_of_tail.keys() != landing.rows.keys():  # a row that nobody filled is none
+                result.own = None
+                return landing, stop, f"tail of session {own.record.name!r}: it has no rows"
             start = max(stop, held)
             for name, rows in rows_of_tail.items():
                 landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]

@@ -10,7 +10,7 @@ from kvsnap.formats.codecs import Codec, lossless
 from kvsnap.formats.errors import Vanished
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Rows
-from kvsnap.formats.names import chain_names
+from kvsnap.formats.names import ZERO_PARENT, chain_names
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import Lease
@@ -95,6 +95,13 @@ class ChainWriter:
         else:
             rows |= layout.in_blocks.empty(0)
         return State(wanted, rows)
+
+    def waiting_on(self, wanted: Sequence[Wanted]) -> list[State]:
+        """The checkpoints that wait and stand on this chain; the engine went to other tokens from
+        where the rest was taken, which is dropped."""
+        parents = {ZERO_PARENT, *(block.name for block in wanted)}
+        self.waiting = [state for state in self.waiting if state.wanted.parent in parents]
+        return list(self.waiting)
 
     def put_states(self, states: Sequence[State], lease: Lease) -> None:
         """Store checkpoints whose blocks are stored; they wait no longer."""

@@ -146,6 +146,8 @@ def tail_reach(
     """How far a session's own tail brings its prompt, if further than the blocks do; else 0."""
     if own is None or (own.root_id, own.identity) != (root.root_id, root.identity):
         return 0
+    if own.state:  # the rows of the tail are in the checkpoint
+        return 0
     common = min(common_prefix(own.token_ids, token_ids), limit)
     whole = match.tokens // block_size * block_size
     return common if whole >= own.tail_start and common > max(match.tokens, own.tail_start) else 0

@@ -94,6 +94,8 @@ class Saving:
         try:
             self._put(lease)
         except StoreFull as full:
+            self.writer.waiting.clear()
+            self._sync_states()
             stored = self.writer.stored(self.wanted)
             self._partly.append(NotAllStored(stored, len(self.wanted), full))
             return stored
@@ -103,4 +105,10 @@ class Saving:
         """Blocks, then the checkpoints that stand on them; those are synced here."""
         self.writer.put(self.wanted, lease, check_all=True)
         self.writer.put_states(self.states, lease)
-        self.store.sync(list(self.writer.states))
+        self._sync_states()
+
+    def _sync_states(self) -> None:
+        """Those that are still there: one that stands on none of the last blocks may have gone to make
+        room for the next."""
+        is_reachable = self.store.index.is_reachable
+        self.store.sync([name for name in self.writer.states if is_reachable(name)])

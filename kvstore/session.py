@@ -16,6 +16,7 @@ from kvsnap.formats.errors import (
     DoesNotFit,
     NotFound,
     StoreError,
+    StoreFull,
     Unsupported,
     UsageError,
 )
@@ -220,8 +221,9 @@ class Session:
 
         def put() -> None:
             with self.store.holds.lease() as lease:
-                self._writer.put(self._writer.chain(), lease)
-                self._writer.put_states(self._writer.waiting, lease)
+                wanted = self._writer.chain()
+                self._writer.put(wanted, lease)
+                self._writer.put_states(self._writer.waiting_on(wanted), lease)
 
         try_again(put)
 
@@ -237,7 +239,11 @@ class Session:
         if state is not None:
             self._writer.waiting.append(state)
             if len(self._writer.waiting) >= STATES_AT_ONCE:
-                self.put_filled()
+                try:
+                    self.put_filled()
+                except StoreFull:  # the deepest is taken once more by the save
+                    self._writer.waiting.clear()
+                    raise
 
     @alone
     def save(self, notes: Mapping[str, Any] | None = None, *, pinned: bool = False) -> SaveReport:
@@ -308,7 +314,7 @@ class Session:
         refuse_other_fidelity(self.engine, self.root)
         wanted, tokens = self._writer.chain(), len(self.engine.token_ids())
         last = self._writer.take_state()
-        states = [*self._writer.waiting, *([last] if last else ())]
+        states = [*self._writer.waiting_on(wanted), *([last] if last else ())]
         state = last.wanted.name if last else b""
         new = self._next_version(self.name, wanted, state, notes) if self.name is not None else None
         return Saving(self.store, self._writer, wanted, tokens, new, pinned, self._hold, states)

@@ -21,7 +21,7 @@ class _OnEngine(Protocol):
 
 
 _Self = TypeVar("_Self", bound=_OnEngine)
-_locks: weakref.WeakKeyDictionary[Engine, threading.RLock] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[object, threading.RLock] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -35,7 +35,7 @@ def alone(
     @functools.wraps(method)
     def waiting(self: _Self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with _guard:
-            lock = _locks.setdefault(self.engine, threading.RLock())
+            lock = _locks.setdefault(self.engine.shared, threading.RLock())
         with lock:
             return method(self, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsnap import engines
+    from kvsnap.engines.llama_cache import LlamaCache
     from kvsnap.formats.errors import KvsnapError
     from kvsnap.formats.tenant import Tenant
     from kvsnap.kvstore.reports import ResumeReport, SaveReport
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "KvsnapError": "kvsnap.formats.errors",
+    "LlamaCache": "kvsnap.engines.llama_cache",
     "ResumeReport": "kvsnap.kvstore.reports",
     "SaveReport": "kvsnap.kvstore.reports",
     "Session": "kvsnap.kvstore.session",
@@ -36,6 +38,7 @@ _EXPORTS = {
 
 __all__ = [
     "KvsnapError",
+    "LlamaCache",
     "ResumeReport",
     "SaveReport",
     "Session",

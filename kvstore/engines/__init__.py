@@ -9,12 +9,17 @@ from kvsnap.formats.errors import Unsupported
 
 ENGINES = {
     "llama.cpp": "kvsnap.engines.llamacpp:LlamaCpp",
+    "transformers": "kvsnap.engines.transformers:Transformers",
 }
 """Name on the command line → adapter class."""
 
-_EXPORTS = {"Engine": "kvsnap.engines.base:Engine", "LlamaCpp": ENGINES["llama.cpp"]}
+_EXPORTS = {
+    "Engine": "kvsnap.engines.base:Engine",
+    "LlamaCpp": ENGINES["llama.cpp"],
+    "Transformers": ENGINES["transformers"],
+}
 
-__all__ = ["ENGINES", "Engine", "LlamaCpp", "get_engine"]
+__all__ = ["ENGINES", "Engine", "LlamaCpp", "Transformers", "get_engine"]
 
 
 def get_engine(name: str) -> Any:

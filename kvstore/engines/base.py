@@ -70,6 +70,11 @@ class Engine(ABC):
     on_gpu = False
     """Whether `load` copies to a GPU: page-locked memory makes that faster."""
 
+    @property
+    def shared(self) -> object:
+        """What is not for several threads at once: the same object for all adapters of a context."""
+        return self
+
     holder: tuple[str, str] | None = None
     """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
 

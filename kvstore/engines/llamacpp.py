@@ -26,6 +26,7 @@ from kvsnap.engines.llamacpp_identity import (
 )
 from kvsnap.engines.llamacpp_memory import BYTE_POINTER, planes_of, state_bytes
 from kvsnap.engines.llamacpp_text import LlamaText
+from kvsnap.engines.llamacpp_window import guard_windows, is_empty, is_sure
 from kvsnap.formats.errors import (
     BadTokenIds,
     Damaged,
@@ -65,6 +66,9 @@ class LlamaCpp(LlamaText):
         self._stamps = stamps_of(llm)
         self.memory = memory_of(llm, self.facts)
         self._layout = self.memory.layout
+        self._span = max((group.span or 0 for group in self._layout.groups), default=0)
+        if self._span and not self.memory.recurrent:  # recurrent ones never go back
+            guard_windows(llm, lambda llm, position: LlamaCpp(llm).has_window(position))
         # The last sequence id that llama.cpp has room for: no application counts up to there.
         self._scratch = llama_cpp.llama_max_parallel_sequences() - 1
 
@@ -93,9 +97,14 @@ class LlamaCpp(LlamaText):
         last = llama_cpp.llama_memory_seq_pos_max(memory, 0)
         # With state besides blocks this is the window's first, or the state's one position.
         first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
-        whole = first == 0 or (self._layout.needs_state and first >= 0)
-        held = tokens if whole and last >= tokens - 1 else 0
+        latest = max(0, tokens - 1) if self.memory.recurrent else max(0, tokens - self._span)
+        whole = 0 <= first <= latest if self._layout.needs_state else first == 0
+        held = tokens if whole and last >= tokens - 1 and is_sure(self.llm) else 0
         return token_array(self.llm.input_ids[:held])
+
+    @property
+    def shared(self) -> object:
+        return self.llm
 
     @property
     def holder(self) -> tuple[str, str] | None:
@@ -139,18 +148,21 @@ class LlamaCpp(LlamaText):
         return rows
 
     def reach(self, tokens: int) -> int:
-        """Windowed rows before the end may be there or not; llama.cpp's memory is asked for them."""
+        """Windowed rows before the end may be there or not: llama.cpp's memory is asked."""
         if not self._layout.needs_state or tokens == self.llm.n_tokens:
             return tokens
-        if self.memory.recurrent or tokens == 0:
-            return 0
+        can = tokens > 0 and not self.memory.recurrent and self.has_window(tokens)
+        return tokens if can else 0
+
+    def has_window(self, tokens: int) -> bool:
+        """Whether the windowed rows are there that the token after so many sees."""
         try:
             for part, groups in self._shared(0, tokens):
                 if isinstance(part, State) and groups and groups[0].span:
                     _picked(part, groups, max(0, tokens - groups[0].span), tokens)
         except Damaged:
-            return 0
-        return tokens
+            return False
+        return True
 
     def landing(self, stop: int, start: int = 0) -> Landing:
         if start == stop:
@@ -230,6 +242,8 @@ class LlamaCpp(LlamaText):
             raise EngineError(f"llama.cpp cannot go back to {tokens} tokens with this model")
         self.llm.n_tokens = tokens
         self.llm._requires_eval = True
+        if tokens == 0:
+            is_empty(self.llm)
 
     def evaluate(
         self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None

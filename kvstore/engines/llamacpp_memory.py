@@ -103,9 +103,10 @@ def state_bytes(llm: llama_cpp.Llama, sequence: int) -> memoryview:
 
 
 def _one_token_state(llm: llama_cpp.Llama) -> memoryview:
-    if llm.n_tokens:
-        return state_bytes(llm, 0)
     memory = llama_cpp.llama_get_memory(llm.ctx)
+    if llm.n_tokens and llama_cpp.llama_memory_seq_pos_max(memory, 0) >= 0:
+        return state_bytes(llm, 0)
+    llm.reset()  # else somebody cleared the memory behind the Llama's back
     llm.eval([max(0, llm.token_bos())])
     try:
         return state_bytes(llm, 0)

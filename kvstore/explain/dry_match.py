@@ -75,7 +75,7 @@ def _under(session: Session, root: Root, ids: TokenIds, check: bool) -> Found:
     depth = match.tokens // size
     if depth < len(names) and names[depth] in store.blocks.misses:
         losses.append(Loss(names[depth].hex(), store.blocks.misses[names[depth]]))
-    reach = 0 if match.state else _tail_reach(session, root, ids, match, limit, losses)
+    reach = _tail_reach(session, root, ids, match, limit, losses)
     start = reach and _tail_start(session)
     used = match.blocks[: start // size] if reach else match.blocks
     return Found(

@@ -172,7 +172,9 @@ def _end_of_what_is_stored(session: Session, ids: TokenIds, found: Found) -> _En
         )
         return _End(DIFFERING, text, parting=parting)
     if found.beyond > found.tokens:
-        text = f"blocks go on to position {found.beyond}; there is no state checkpoint to go on from"
+        text = (
+            f"blocks go on to position {found.beyond}; there is no state checkpoint to go on from"
+        )
         return _End(END, text)
     rest = len(ids) - found.tokens
     if found.tokens == len(found.names) * session.store.block_size > 0:

@@ -217,3 +217,49 @@ def _count(llm: llama_cpp.Llama) -> list[int]:
 
 def _nothing(done: int, total: int) -> None:
     """No bar."""
+
+
+@pytest.mark.parametrize("back", [10, 100, 250])
+def test_going_back_behind_the_window_computes_anew(
+    models: Models, tmp_path: Path, back: int
+) -> None:
+    """`Llama.generate` goes back by itself to where a prompt parts; llama.cpp would go on with a
+    hole in the windows, and every later session with it."""
+    model = ("gemma3", {}, {"swa_full": False, "flash_attn": True})
+    ids = some_ids(600, 10, VOCABULARY)
+    other = np.concatenate([ids[: 450 - back], some_ids(40, 11, VOCABULARY)])
+    llm = models.make(*model)
+    with kvsnap.Store(tmp_path / "store") as store:
+        session = kvsnap.Session(store, LlamaCpp(llm))
+        llm.eval(ids[:450].tolist())
+        next(llm.generate(other.tolist(), temp=0.0))
+        through = LlamaCpp(models.make(*model))
+        through.evaluate(other)
+        assert np.abs(logits(LlamaCpp(llm)) - logits(through)).max() < 0.01
+        session.save()
+        resumed = LlamaCpp(models.make(*model))
+        more = np.append(other, np.uint32(7))
+        assert kvsnap.Session(store, resumed).resume(more).reused_tokens == len(other)
+        for engine in (resumed, through):
+            engine.evaluate(more[len(other) :])
+        assert np.abs(logits(resumed) - logits(through)).max() < 0.01
+
+
+def test_a_window_of_unknown_history_is_not_believed(models: Models, tmp_path: Path) -> None:
+    """An adapter that comes late cannot tell whether the Llama went back behind its window."""
+    llm = models.make("gemma3", {}, {"swa_full": False})
+    llm.eval(some_ids(100, 12, VOCABULARY).tolist())
+    engine = LlamaCpp(llm)
+    assert len(engine.token_ids()) == 0
+    with kvsnap.Store(tmp_path / "store") as store:
+        session = kvsnap.Session(store, engine, "s")
+        session.resume(some_ids(50, 12, VOCABULARY))
+        engine.evaluate(some_ids(50, 12, VOCABULARY))
+        assert session.save().tokens == 50
+
+
+def test_a_cleared_memory_gives_no_empty_layout(models: Models) -> None:
+    llm = models.make(*WITH_STATE["hybrid"])
+    llm.eval(some_ids(20, 13, VOCABULARY).tolist())
+    llm._ctx.kv_cache_clear()
+    assert LlamaCpp(llm).layout == LlamaCpp(models.make(*WITH_STATE["hybrid"])).layout

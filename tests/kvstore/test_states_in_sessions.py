@@ -115,3 +115,40 @@ def test_what_waits_is_bounded_and_stored_in_order(tmp_path: Path, kind: dict[st
         session.put_filled()
         for stop in range(20, 201, 20):
             assert resumed(store, kind, stop + 1)[0] == stop
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [40, 64, 100])
+def test_a_session_whose_checkpoint_is_gone_is_computed_again(
+    tmp_path: Path, kind: dict[str, Any], tokens: int
+) -> None:
+    """Also one that is shorter than a block: its file has no rows for the tail."""
+    with Store(tmp_path) as store:
+        saved = save(store, kind, tokens, "short").stored
+        assert saved is not None
+        store.place.block(saved.record.state).unlink()
+        engine = StampedEngine(**kind)
+        session = Session(store, engine, "short")
+        assert session.resume(IDS[: tokens + 5]).reused_tokens == 0
+        engine.evaluate(IDS[: tokens + 5])
+        engine.check_rows()
+        session.save()
+        assert resumed(store, kind, tokens + 6)[0] == tokens + 5
+
+
+@kinds
+def test_a_checkpoint_of_a_conversation_that_was_left_does_not_stand_in_the_way(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    other = some_ids(300, 9, 500)
+    with Store(tmp_path) as store:
+        engine = StampedEngine(**kind)
+        session = Session(store, engine, "a")
+        engine.evaluate(IDS[:200])
+        session.checkpoint()
+        session.resume(other[:200])
+        engine.evaluate(other[:200])
+        session.save()
+        assert resumed(store, kind, 201)[0] == 0
+        report = Session(store, StampedEngine(**kind), "a").resume(other[:210])
+        assert report.reused_tokens == 200

@@ -1,0 +1,163 @@
+"""llama-cpp-python's own server, with a `LlamaCache` on each model that it loads.
+
+That server knows the library's two caches (`--cache`, `--cache_type`) and no way to give it another.
+Its app, routes, API key and settings stay as they are; models get their cache when they are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvsnap.engines.llama_cache import LlamaCache
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.errors import KvsnapError, NotFound, Unsupported, UsageError
+from kvsnap.formats.tenant import Tenant, parse_key
+from kvsnap.kvstore.store import Store
+
+logger = logging.getLogger("kvsnap")
+
+
+def create_app(
+    settings: Any = None,
+    server_settings: Any = None,
+    model_settings: Any = None,
+    *,
+    store: Store | None = None,
+    tenant: Tenant | None = None,
+    codec: str | None = None,
+) -> Any:
+    """`llama_cpp.server.app.create_app` with its arguments, and `store`: by default KVSNAP_STORE or
+    the user's cache folder. Also for `uvicorn --factory kvsnap.llama_server:create_app`.
+
+    Where a model's settings ask for a cache of the library's own, this one takes its place. A model
+    that kvsnap refuses is served as without kvsnap, and a warning says why.
+    """
+    from llama_cpp.server import app as server
+
+    if codec is not None:
+        get_codec(codec)  # a wrong name is no refusal of a model
+    app = server.create_app(settings, server_settings, model_settings)
+    proxy = server._llama_proxy
+    kept = store if store is not None else Store()
+
+    def with_cache(llm: Any) -> Any:
+        try:
+            llm.set_cache(LlamaCache(kept, llm, tenant=tenant, codec=codec))
+        except Unsupported as refusal:
+            logger.warning("kvsnap: nothing is kept of %s: %s", llm.model_path, refusal)
+        return llm
+
+    load: Callable[[Any], Any] = proxy.load_llama_from_model_settings
+    # The proxy calls it whenever it changes its model; the first one it has loaded by now.
+    proxy.load_llama_from_model_settings = lambda settings: with_cache(load(settings))
+    with_cache(proxy._current_model)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m kvsnap.llama_server`: the library's options, and kvsnap's beside them."""
+    try:
+        _serve(arguments)
+    except KvsnapError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        print(f"error: {error.what}{hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _serve(arguments: Sequence[str] | None) -> None:
+    try:
+        import uvicorn
+        from llama_cpp.server import app  # noqa: F401  it imports the other packages
+        from yaml import safe_load  # type: ignore[import-untyped]  # noqa: F401  for config files
+    except ImportError as error:
+        raise NotFound(
+            f"the server's packages are not installed: {error}", "pip install 'kvsnap[server]'"
+        ) from error
+    options = _options(arguments)
+    _show_reuse()
+    server, models = _settings(options)
+    tenant = _tenant(options.kvsnap_tenant_key_file)
+    with Store(options.kvsnap_store, capacity=options.kvsnap_capacity) as store:
+        uvicorn.run(
+            create_app(
+                None, server, models, store=store, tenant=tenant, codec=options.kvsnap_codec
+            ),
+            host=os.getenv("HOST", server.host),
+            port=int(os.getenv("PORT", server.port)),
+            ssl_keyfile=server.ssl_keyfile,
+            ssl_certfile=server.ssl_certfile,
+        )
+
+
+def _show_reuse() -> None:
+    """A line for each prompt, beside the server's own for each request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))  # as uvicorn's
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from llama_cpp.server.cli import add_args_from_model
+    from llama_cpp.server.settings import Settings
+
+    parser = argparse.ArgumentParser(
+        prog="python -m kvsnap.llama_server",
+        description="llama-cpp-python's server; what it computes is kept on disk.",
+        allow_abbrev=False,
+    )
+    ours = parser.add_argument_group("kvsnap")
+    ours.add_argument("--kvsnap-store", metavar="PATH", help="default: KVSNAP_STORE, or ~/.cache")
+    ours.add_argument("--kvsnap-capacity", metavar="SIZE", help='how large it may get: "20GB"')
+    ours.add_argument("--kvsnap-codec", metavar="CODEC", help="default: zstd, without loss")
+    ours.add_argument(
+        "--kvsnap-tenant-key-file", metavar="F", type=Path, help="32 bytes, or 64 hex characters"
+    )
+    add_args_from_model(parser, Settings)
+    parser.add_argument("--config_file", help="Path to a config file to load.")
+    return parser.parse_args(arguments)
+
+
+def _settings(options: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """Of the server and its models: from the options, or all of them from a config file."""
+    from llama_cpp.server.cli import parse_model_from_args
+    from llama_cpp.server.settings import ConfigFileSettings, ModelSettings, ServerSettings
+
+    file = os.environ.get("CONFIG_FILE", options.config_file)
+    try:
+        if not file:
+            server = parse_model_from_args(ServerSettings, options)
+            return server, [parse_model_from_args(ModelSettings, options)]
+        config = ConfigFileSettings.model_validate_json(_json_of(Path(file)))
+        return ServerSettings.model_validate(config), config.models
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read: {error.strerror}", "check --config_file") from error
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise UsageError(
+            f"the server's settings are not right: {' '.join(str(error).split())}",
+            "see --help; a model is needed: --model FILE.gguf, or a config file",
+        ) from error
+
+
+def _json_of(path: Path) -> str:
+    if path.suffix not in (".yaml", ".yml"):
+        return path.read_text()
+    from yaml import safe_load
+
+    return json.dumps(safe_load(path.read_text()))
+
+
+def _tenant(path: Path | None) -> Tenant | None:
+    if path is None:
+        return None
+    try:
+        return parse_key(path.read_bytes())
+    except OSError as error:
+        raise NotFound(f"tenant key file {path}: {error.strerror}", "check the path") from error

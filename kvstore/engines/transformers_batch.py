@@ -1,0 +1,106 @@
+"""One row of a batch as a sequence of its own, its left padding taken off.
+
+A padded row's KV is that of the sequence alone only if positions counted from its first token and
+the padding was masked, as `generate()` does it and a bare forward does not. So a padded row's first
+tokens are computed again, alone, and compared: padded KV never gets an unpadded name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvsnap.engines.transformers_cache import CacheRows
+from kvsnap.engines.transformers_layers import make_cache
+from kvsnap.engines.transformers_probe import run
+from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.names import TokenIds, token_array
+
+if TYPE_CHECKING:
+    from kvsnap.engines.transformers import Transformers
+
+_COMPARED = 8
+"""Tokens that are computed again. The second one shows already whether padding was attended to."""
+_ROUNDING = 0.1
+"""Relative error of a layer's rows: batches round differently, bfloat16 by 0.02 in deep layers; a
+position that is off by one, or padding that was seen, gives 0.3 and more."""
+
+
+def row_of(rows: int, token_ids: Any, row: int, mask: Any) -> tuple[TokenIds, int]:
+    """(ids, padding): the ids of one row without its left padding, and how many ids that were.
+
+    Raises `UsageError` where it is not told which tokens of a batch are padding, `Unsupported` for
+    padding that is not on the left."""
+    ids = _matrix(token_ids)
+    if not 0 <= row < len(ids) or len(ids) != rows:
+        raise UsageError(
+            f"row {row} of {len(ids)} sequences, and the cache holds {rows}",
+            "give token_ids [rows, tokens] of the whole batch, and one of its rows",
+        )
+    if mask is None:
+        raise UsageError(
+            "nobody told which tokens of the batch are padding",
+            "give the attention_mask that the model was given",
+        )
+    ones = _matrix(mask)
+    if len(ones) != len(ids) or ones.shape[1] > ids.shape[1]:
+        raise UsageError(
+            f"an attention mask of {ones.shape} for token ids of {ids.shape}",
+            "give the attention_mask that the model was given",
+        )
+    own = ones[row].astype(bool)  # tokens that were generated after it are no padding
+    padding = int(own.argmax()) if own.any() else len(own)
+    if not own[padding:].all():
+        raise Unsupported("padding on the right or in the middle is not handled", "pad on the left")
+    return token_array(ids[row, padding:]), padding
+
+
+def one_row(rows: CacheRows, cache: Any, row: int, padding: int) -> DynamicCache:
+    """A cache of that row alone: views of the batch's own tensors."""
+    rows.check(cache)
+    if rows.layout.needs_state:
+        raise Unsupported(
+            "rows of batches of models with sliding-window or recurrent layers are not handled",
+            "save sequences of this model one by one",
+        )
+    alone = make_cache(rows.model)
+    for group in rows.groups:
+        for number in group.numbers:
+            source, target = cache.layers[number], alone.layers[number]
+            keys, values = (t.detach()[row : row + 1] for t in (source.keys, source.values))
+            target.lazy_initialization(keys, values)
+            target.keys, target.values = keys[:, :, padding:], values[:, :, padding:]
+    return alone
+
+
+def check_positions(engine: Transformers) -> None:
+    """Raise `Unsupported` unless the first rows are those that the model gives without padding."""
+    ids = engine.token_ids()[:_COMPARED]
+    if len(ids) == 0:
+        return
+    fresh = make_cache(engine.model)
+    device = engine.model.get_input_embeddings().weight.device
+    run(engine.model, torch.from_numpy(ids.astype(np.int64))[None].to(device), fresh)
+    for own, alone in zip(engine.cache.layers, fresh.layers, strict=True):
+        for name in ("keys", "values"):
+            here, there = getattr(own, name), getattr(alone, name)
+            if there is None or there.numel() == 0:
+                continue
+            there = there.float()
+            error = (here[:, :, : len(ids)].float() - there).norm()
+            if not float(error) <= _ROUNDING * float(there.norm()):
+                raise Unsupported(
+                    "the padded row's KV is not that of the sequence alone",
+                    "give the model position_ids that count from the row's first token, and the"
+                    " attention_mask, as generate() does",
+                )
+
+
+def _matrix(values: Any) -> np.ndarray:
+    found = (
+        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    )
+    return found[None] if found.ndim == 1 else found

@@ -1,0 +1,158 @@
+"""What decides the rows of a live transformers model, and what is refused because nobody can tell.
+
+The attention implementation is not part of it: that changes rounding only. Names and paths are not,
+nor what only steers generation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from blake3 import blake3
+from transformers import PreTrainedConfig
+
+from kvsnap.engines.transformers_layers import plain
+from kvsnap.engines.transformers_probe import rope_parameters
+from kvsnap.engines.transformers_weights import weights_digest
+from kvsnap.formats.errors import Unsupported
+from kvsnap.formats.identity import Adapter, Identity, Rope
+from kvsnap.formats.layout import Layout
+
+FAMILY = "transformers"
+
+_LENGTH_DECIDES = ("dynamic",)
+"""RoPE whose frequencies follow the length of the whole sequence: a prefix has no rows of its own."""
+
+_SAYS_NOTHING = re.compile(
+    r"_?(model_)?name_or_path|transformers_version|(torch_)?dtype|use_cache|architectures|auto_map"
+    r"|\w+_token_id|output_attentions|output_hidden_states|return_dict|id2label|label2id"
+    r"|problem_type|initializer_range|max_position_embeddings|attention_dropout|pretraining_tp"
+    r"|_?attn_implementation\w*|_?experts_implementation\w*|tie_word_embeddings"
+)
+"""Of a configuration: does not decide rows, or is told by the weights themselves. Anything else,
+known or not, is part of the identity."""
+
+_MEDIA = ("image", "video", "audio", "vision_start", "vision_end")
+
+
+def check_model(model: Any) -> None:
+    """Raise `Unsupported` by name for what cannot be restored exactly."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise Unsupported(
+            f"a {type(model).__name__} is no transformers model with a configuration",
+            "give the model as from_pretrained returns it",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(
+            "encoder-decoder models are not handled", "use a decoder-only model with kvsnap"
+        )
+    if model.training:
+        raise Unsupported("the model is in training mode: dropout is random", "call model.eval()")
+    for facts in rope_parameters(config.get_text_config(decoder=True)):
+        if facts.get("rope_type") in _LENGTH_DECIDES:
+            raise Unsupported(
+                f"with RoPE of type {facts['rope_type']!r} a prefix depends on what follows",
+                "load the model with another rope_type",
+            )
+
+
+def context_of(model: Any) -> int | None:
+    """The tokens up to which rows are a prefix's own: where long RoPE changes its factors."""
+    config = model.config.get_text_config(decoder=True)
+    limits = [
+        int(facts["original_max_position_embeddings"])
+        for facts in rope_parameters(config)
+        if facts.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+def media_tokens(model: Any) -> frozenset[int]:
+    """Ids that stand for images, sound or video: they do not tell which."""
+    names = [f"{kind}{end}" for kind in _MEDIA for end in ("_token_id", "_token_index")]
+    found = (getattr(model.config, name, None) for name in names)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def identity_of(model: Any, layout: Layout, block_size: int) -> Identity:
+    model = plain(model)
+    config = model.config.get_text_config(decoder=True)
+    return Identity(
+        family=FAMILY,
+        weights=weights_digest(model),
+        architecture=str(config.model_type),
+        layout=layout,
+        rope=_rope(config),
+        block_size=block_size,
+        adapters=_adapters(model),
+        overrides=_settings(config),
+    )
+
+
+def _settings(config: Any) -> tuple[tuple[str, str], ...]:
+    """What a configuration says differently from its class: a new release's new defaults must not
+    rename everything that is stored."""
+    told: Mapping[str, Any] = config.to_diff_dict()
+    return tuple(
+        (name, json.dumps(value, sort_keys=True, default=str))
+        for name, value in sorted(told.items())
+        if not _SAYS_NOTHING.fullmatch(name) and not _is_gguf(value)
+    )
+
+
+def _is_gguf(value: Any) -> bool:
+    """Where weights were read from a GGUF file, they are plain ones in memory."""
+    return isinstance(value, Mapping) and value.get("quant_method") == "gguf"
+
+
+def _rope(config: Any) -> Rope | None:
+    """Of models with several, that of full attention; the settings have them all."""
+    every = getattr(config, "rope_parameters", None) or {}
+    found = rope_parameters(config)
+    facts = every.get("full_attention") or (found[0] if found else None)
+    if not facts or not facts.get("rope_theta"):
+        return None
+    kind = str(facts.get("rope_type", "default"))
+    trained = int(getattr(config, "max_position_embeddings", None) or 0)
+    return Rope(
+        type="transformers",
+        base=float(facts["rope_theta"]),
+        scale=1.0 / float(facts.get("factor") or 1.0),
+        scaling=kind,
+        original_context=int(
+            facts.get("original_max_position_embeddings") or (0 if kind == "default" else trained)
+        ),
+        extension_factor=None,
+        attention_factor=_number(facts.get("attention_factor")),
+        beta_fast=_number(facts.get("beta_fast")),
+        beta_slow=_number(facts.get("beta_slow")),
+        long_context=False if kind == "longrope" else None,
+    )
+
+
+def _adapters(model: Any) -> tuple[Adapter, ...]:
+    """What peft's layers apply beside their weights, which the weights' digest covers: which
+    adapters are active, with what scales, and whether they are merged or off."""
+    told = []
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, dict) and hasattr(module, "active_adapters"):
+            active = [str(a) for a in module.active_adapters]
+            off = bool(getattr(module, "disable_adapters", False))
+            merged = [str(a) for a in getattr(module, "merged_adapters", ())]
+            scales = {a: float(scaling[a]) for a in active if a in scaling}
+            told.append([name, active, scales, off, merged])
+    if not told:
+        return ()
+    every = {scale for _, _, scales, _, _ in told for scale in scales.values()}
+    digest = blake3(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    scale = every.pop() if len(every) == 1 else 1.0
+    return (Adapter(kind="lora", digest=f"blake3:{digest}", scale=scale),)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
