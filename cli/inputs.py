@@ -44,14 +44,14 @@ _ENGINE = [
         metavar="M",
         required=True,
         type=click.Path(path_type=Path),
-        help="The model: a GGUF file.",
+        help="The model: a GGUF file, or a folder of Hugging Face's form for transformers.",
     ),
     click.option(
         "--engine",
         metavar="NAME",
         default="llama.cpp",
         show_default=True,
-        help="The engine to run it with.",
+        help="The engine to run it with: llama.cpp or transformers.",
     ),
     click.option(
         "--ctx",
