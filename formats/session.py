@@ -183,13 +183,18 @@ def parse_session(buffer: memoryview) -> SessionFile:
     return SessionFile(record, codec, content, talk, container.field("file"), tensors)
 
 
-def _notes(record: SessionRecord) -> str:
-    """The notes as they read back: a number that is a key is text there, and sorts as text."""
+def plain_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy as they read back: a number that is a key is text there. Raises `UsageError` where they
+    are not JSON."""
     try:
-        notes = json.loads(json.dumps(record.notes, allow_nan=False))
+        found: dict[str, Any] = json.loads(json.dumps(dict(notes), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(f"a session's notes must be JSON: {error}") from error
-    return json.dumps(notes, sort_keys=True, separators=(",", ":"))
+    return found
+
+
+def _notes(record: SessionRecord) -> str:
+    return json.dumps(plain_notes(record.notes), sort_keys=True, separators=(",", ":"))
 
 
 def _talk_digest(record: SessionRecord) -> str:

@@ -22,7 +22,7 @@ from kvsnap.formats.errors import (
 )
 from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_array
-from kvsnap.formats.session import SessionFile, SessionRecord
+from kvsnap.formats.session import SessionFile, SessionRecord, plain_notes
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.background import Background
@@ -335,7 +335,7 @@ class Session:
             token_ids=ids,
             chain=tuple(block.name for block in chain),
             state=state,
-            notes=dict(notes or {}),
+            notes=plain_notes(notes or {}),  # the caller may change them while they are written
         )
         tail = self.engine.export(start, len(ids)) if start < len(ids) and not state else {}
         return NextVersion(record, self._coding.of_tail, self.layout, tail, self._version)

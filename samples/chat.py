@@ -1,7 +1,4 @@
-"""A chat in the terminal that survives `kill -9`: what was said is in the store, with its KV cache.
-
-python samples/chat.py model.gguf [--session NAME] [--system FILE]; /help lists the commands.
-"""
+"""A chat that survives `kill -9`: python samples/chat.py model.gguf; /help lists the commands."""
 
 import argparse
 import codecs
@@ -33,19 +30,32 @@ class Chat:
         self.engine = kvsnap.engines.LlamaCpp(llm)
         self.open(options.session)
 
+    def ask(self) -> str:
+        try:
+            return input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return "/quit"
+
+    def do(self, line: str) -> None:
+        try:
+            (self.command if line.startswith("/") else self.say)(line) if line else None
+        except KeyboardInterrupt:
+            print("[stopped]")
+        except (kvsnap.KvsnapError, ValueError) as error:
+            print(f"[{error}]")
+
     def open(self, name: str) -> None:
         self.session = kvsnap.Session(self.store, self.engine, name)
         record = self.record()
-        messages = record.notes["messages"] if record else []
-        print(
-            f"[{name}: {len(messages)} messages, {len(record.token_ids) if record else 0} tokens]"
-        )
+        messages = talk.stored_chat(record).messages if record else ()  # raises where it is no chat
+        tokens = len(record.token_ids) if record else 0
+        print(f"[{name}: {len(messages)} messages, {tokens} tokens]")
         if record and messages and messages[-1]["role"] == "user":  # killed before it was answered
             last = len(messages) - 1
             self.answer(talk.edited_prompt(self.engine, record, last, messages[last]["content"]))
 
     def record(self) -> SessionRecord | None:
-        """What is stored of the conversation, once the last save is done."""
+        """What is stored, once the last save is done."""
         try:
             self.session.flush()
         except kvsnap.KvsnapError as error:
@@ -78,8 +88,7 @@ class Chat:
         longest = max(known or [1, 0.0], [result.computed_tokens, result.seconds.prefill])
         self.save(prompt, longest)  # a kill from here on loses the answer, not the question
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        most, temperature = self.options.max_tokens, self.options.temperature
-        tokens = generate(engine, ids, result, max_tokens=most, temperature=temperature)
+        tokens = generate(engine, ids, result, max_tokens=self.options.max_tokens)
         try:
             with closing(tokens):
                 for token in tokens:
@@ -105,15 +114,15 @@ class Chat:
             self.open(rest)
         elif word == "/branch" and rest and record:
             name, _, count = rest.partition(" ")
-            messages = int(count) if count.isdigit() else len(record.notes["messages"])
-            front = talk.branch_prompt(self.engine, record, messages)
+            count = count or str(len(talk.stored_chat(record).messages))
+            front = talk.branch_prompt(self.engine, record, int(count))
             notes = {**record.notes, **front.notes(self.options.model.name)}
             self.session.branch(name, len(front.token_ids), notes=notes)
             self.session.close()
             self.open(name)
         elif word == "/edit" and rest and record:
-            roles = [message["role"] for message in record.notes["messages"]]
-            last = max(n for n, role in enumerate(roles) if role == "user")
+            roles = [message["role"] for message in talk.stored_chat(record).messages]
+            last = len(roles) - 1 - roles[::-1].index("user")
             self.answer(talk.edited_prompt(self.engine, record, last, rest))
         else:
             print(HELP)
@@ -126,19 +135,12 @@ def main() -> None:
     parser.add_argument("--system", type=Path, help="a file with the system prompt")
     parser.add_argument("--ctx", type=int, default=4096)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    chat = Chat(parser.parse_args())
-    line = ""
-    while line != "/quit":
-        try:
-            if line:
-                (chat.command if line.startswith("/") else chat.say)(line)
-            line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            break
-        except kvsnap.KvsnapError as error:
-            line = ""
-            print(f"[{error.what}; {error.hint}]")
+    options = parser.parse_args()
+    if options.system and not options.system.is_file():
+        parser.error(f"no file {options.system}")
+    chat = Chat(options)
+    while (line := chat.ask()) != "/quit":
+        chat.do(line)
     chat.record()
     chat.session.close()
     chat.store.close()

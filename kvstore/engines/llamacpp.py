@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import llama_cpp
 import numpy as np
@@ -135,7 +135,7 @@ class LlamaCpp(LlamaText):
     def export_state(self) -> Rows:
         position = self.llm.n_tokens
         rows: dict[str, Array] = {}
-        for part, groups in self._parts(0):
+        for part, groups in self._parts(0, partial=True):
             if isinstance(part, Recurrent):
                 if part.position != position - 1:
                     raise EngineError(
@@ -157,7 +157,7 @@ class LlamaCpp(LlamaText):
     def has_window(self, tokens: int) -> bool:
         """Whether the windowed rows are there that the token after so many sees."""
         try:
-            for part, groups in self._shared(0, tokens):
+            for part, groups in self._shared(0, tokens, partial=True):
                 if isinstance(part, State) and groups and groups[0].span:
                     _picked(part, groups, max(0, tokens - groups[0].span), tokens)
         except Damaged:
@@ -272,33 +272,41 @@ class LlamaCpp(LlamaText):
     def _windows_in_blocks(self) -> bool:
         return self.memory.window > 0 and not self._layout.needs_state
 
-    def _parts(self, sequence: int) -> list[tuple[Part, tuple[Group, ...]]]:
+    def _parts(self, sequence: int, *, partial: bool = False) -> _Parts:
         """The parts of a sequence's state, each with its groups of the layout."""
-        parts = self.memory.parse(state_bytes(self.llm, sequence))
-        for part, known in zip(parts, self.memory.parts, strict=True):
+        first = self.memory.beside_blocks if partial else 0
+        buffer = state_bytes(self.llm, sequence, partial=first > 0)
+        parts = self.memory.parse(buffer, first)
+        for part, known in zip(parts, self.memory.parts[first:], strict=True):
             if not _same(part, known):
                 raise Unsupported(
                     "the engine's state has another layout than its model's metadata tells",
                     "report this with the model's name; kvsnap stores nothing of it",
                 )
-        return list(zip(parts, self.memory.groups, strict=True))
+        return list(zip(parts, self.memory.groups[first:], strict=True))
 
-    def _shared(self, start: int, stop: int) -> list[tuple[Part, tuple[Group, ...]]]:
+    def _shared(self, start: int, stop: int, *, partial: bool = False) -> _Parts:
         """The parts of a state of [start, stop) alone: the range is shared with the scratch sequence,
         which moves no data."""
         memory = llama_cpp.llama_get_memory(self.llm.ctx)
         llama_cpp.llama_memory_seq_cp(memory, 0, self._scratch, start, stop)
         try:
-            return self._parts(self._scratch)
+            return self._parts(self._scratch, partial=partial)
         finally:
-            llama_cpp.llama_memory_seq_rm(memory, self._scratch, -1, -1)
+            if self.memory.recurrent:  # refuses to remove a sequence that it has no cell for
+                llama_cpp.llama_memory_seq_keep(memory, 0)
+            else:
+                llama_cpp.llama_memory_seq_rm(memory, self._scratch, -1, -1)
 
     def _cells(self, start: int, stop: int) -> dict[str, Array]:
         """Rows [start, stop) of the groups in blocks."""
-        # A recurrent memory never lets go of the scratch sequence, and between streams a partial
-        # copy asserts: take all, then cut.
-        alone = not self.memory.recurrent and self._streams == 1
         rows: dict[str, Array] = {}
+        if not self._layout.in_blocks.groups:
+            return rows
+        # Between streams a partial copy asserts, and a recurrent memory lets go of the scratch
+        # sequence only together with all others: take all, then cut.
+        others = self.memory.recurrent and self.llm.context_params.n_seq_max > 1
+        alone = self._streams == 1 and not others
         for part, groups in self._shared(start, stop) if alone else self._parts(0):
             if isinstance(part, State) and groups and groups[0].span is None:
                 rows |= _picked(part, groups, start, stop)
@@ -307,6 +315,9 @@ class LlamaCpp(LlamaText):
     @property
     def _streams(self) -> int:
         return max((p.n_stream for p in self.memory.parts if isinstance(p, StateType)), default=1)
+
+
+_Parts: TypeAlias = list[tuple[Part, tuple[Group, ...]]]
 
 
 def _picked(part: State, groups: tuple[Group, ...], start: int, stop: int) -> dict[str, Array]:

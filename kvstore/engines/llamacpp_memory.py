@@ -53,8 +53,14 @@ class Memory:
     def recurrent(self) -> bool:
         return any(isinstance(part, RecurrentType) for part in self.parts)
 
-    def parse(self, buffer: memoryview) -> list[Part]:
-        return _parse(buffer, self.version, [_kind(part) for part in self.parts])
+    @property
+    def beside_blocks(self) -> int:
+        """The number of the first part that llama.cpp writes where it is asked for what a sequence has
+        besides full attention (`PARTIAL_ONLY`)."""
+        return 1 if len(self.parts) > 1 else 0
+
+    def parse(self, buffer: memoryview, first: int = 0) -> list[Part]:
+        return _parse(buffer, self.version, [_kind(part) for part in self.parts[first:]])
 
 
 def kinds_of(llm: llama_cpp.Llama) -> list[type[State | Recurrent]]:
@@ -91,12 +97,13 @@ def probe(
     return Memory(version, tuple(part.type for part in parts), tuple(groups), window)
 
 
-def state_bytes(llm: llama_cpp.Llama, sequence: int) -> memoryview:
-    """What llama.cpp writes of one sequence."""
-    size = llama_cpp.llama_state_seq_get_size(llm.ctx, sequence)
+def state_bytes(llm: llama_cpp.Llama, sequence: int, *, partial: bool = False) -> memoryview:
+    """What llama.cpp writes of one sequence; `partial`: without the rows of full attention."""
+    flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
+    size = llama_cpp.llama_state_seq_get_size_ext(llm.ctx, sequence, flags)
     buffer = np.empty(size, np.uint8)
     pointer = buffer.ctypes.data_as(BYTE_POINTER)
-    written = llama_cpp.llama_state_seq_get_data(llm.ctx, pointer, size, sequence)
+    written = llama_cpp.llama_state_seq_get_data_ext(llm.ctx, pointer, size, sequence, flags)
     if written != size:
         raise EngineError(f"llama.cpp gave {written} of {size} bytes of its state")
     return buffer.data.cast("B")

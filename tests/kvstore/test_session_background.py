@@ -16,7 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsnap.formats.errors import NotAllStored, NotFound, SessionMoved, StoreError, StoreFull
+from kvsnap.formats.errors import (
+    NotAllStored,
+    NotFound,
+    SessionMoved,
+    StoreError,
+    StoreFull,
+    UsageError,
+)
 from kvsnap.kvstore.background import MOST_BLOCKS
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
@@ -315,3 +322,20 @@ def test_a_process_that_ends_leaves_whole_versions_only(
     assert len(ids) in ((160,) if end == "flush" else (120, 160))
     assert ids == [token for turn in range(4) for token in some_ids(40, turn).tolist()][: len(ids)]
     assert verify_store(open_store()).bad == []
+
+
+def test_notes_are_those_that_were_given_whatever_the_caller_does_with_them_then(
+    tmp_path: Path,
+) -> None:
+    notes: dict[str, Any] = {"messages": ["one"]}
+    with Store(tmp_path) as store, Session(store, StampedEngine(), "chat") as session:
+        session.engine.evaluate(some_ids(100))
+        session.save_soon(notes)
+        for number in range(1000):
+            notes["messages"].append(str(number))
+        session.flush()
+        assert session.stored is not None
+        assert session.stored.record.notes == {"messages": ["one"]}
+        assert verify_store(store).bad == []
+        with pytest.raises(UsageError, match="must be JSON"):
+            session.save_soon({"bad": {1, 2}})
