@@ -167,6 +167,10 @@ class Layout:
         groups = tuple(group for group in self.groups if group.span is None)
         return self if groups == self.groups else Layout(groups=groups)
 
+    def of_blocks(self, rows: Rows) -> dict[str, Array]:
+        """Those among rows of all groups that stand in block files."""
+        return {name: rows[name] for name in self.in_blocks.planes()}
+
     @property
     def needs_state(self) -> bool:
         """Whether blocks are not enough to go on from: a state checkpoint is needed as well."""

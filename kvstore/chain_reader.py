@@ -87,7 +87,7 @@ class ChainReader:
                 result.damage.append(missed)
                 continue
             if self.store.blocks.ram is not None:
-                rows = {name: landing.rows[name] for name in self.engine.layout.in_blocks.planes()}
+                rows = self.engine.layout.of_blocks(landing.rows)
                 self.store.blocks.ram.keep_chain(offer.root, match.blocks, rows, held)
             mark_lossy(self.engine, offer.root.fidelity, landing, ids[:filled])
             try:
@@ -136,7 +136,7 @@ class ChainReader:
         stop = match.tokens if own is None else own.record.tail_start
         if match.state is not None:
             stop = match.state.start
-        blocks_rows = {name: landing.rows[name] for name in self.engine.layout.in_blocks.planes()}
+        blocks_rows = self.engine.layout.of_blocks(landing.rows)
         if stop > held:
             done, miss = read_blocks(
                 self.store.blocks,

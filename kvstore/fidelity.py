@@ -61,9 +61,7 @@ def mark_lossy(engine: Engine, fidelity: str, landing: Landing, token_ids: Token
     start = max(landing.start, SINKS)
     if fidelity == EXACT or start >= len(token_ids):
         return
-    in_blocks = engine.layout.in_blocks.planes()
-    rows = {name: array for name, array in landing.rows.items() if name in in_blocks}
-    digest = digest_of(rows, start - landing.start)
+    digest = digest_of(engine.layout.of_blocks(landing.rows), start - landing.start)
     mark = LossyRows(fidelity, start, token_ids.copy(), digest)
     engine.marks = (*engine.marks, mark)[-MARKS:]
 

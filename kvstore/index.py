@@ -72,27 +72,35 @@ class Index(Database):
         )
         if not keys or (keys[0][1] is None and parent != ZERO_PARENT):
             return []
-        where = f"SELECT {_ROW} FROM blocks WHERE root = ? AND parent IS ? AND reachable = 1 AND state = 0"
+        where = (
+            f"SELECT {_ROW} FROM blocks"
+            " WHERE root = ? AND parent IS ? AND reachable = 1 AND state = 0"
+        )
         after = f"{where} AND tokens >= ? ORDER BY tokens LIMIT 1"
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
         return self._rows(after, [*keys[0], tokens]) + self._rows(before, [*keys[0], tokens])
 
-    def states(self, root_id: str, parents: Sequence[bytes]) -> list[Row]:
-        """The reachable state checkpoints that stand on one of the blocks (`ZERO_PARENT`: on none),
-        the deepest first."""
+    def states(self, root_id: str, parents: Sequence[bytes], token_ids: TokenIds) -> list[Row]:
+        """The reachable state checkpoints that stand on one of the blocks (`ZERO_PARENT`: on none)
+        and whose tokens a prompt goes on with there, the deepest first.
+
+        Compared here, by SQLite: thousands may stand on the last block of a system prompt.
+        """
         found: list[Row] = []
         where = (
             f"SELECT {_ROW} FROM blocks WHERE state = 1 AND reachable = 1"
+            " AND tokens = SUBSTR(?, 4 * start + 1, LENGTH(tokens))"
             " AND root = (SELECT id FROM roots WHERE root_id = ?) AND parent "
         )
+        asked = big_endian(token_ids)
         order = " ORDER BY start DESC, LENGTH(tokens) DESC"
         named = [parent for parent in parents if parent != ZERO_PARENT]
         if named:
             marks = ",".join("?" * len(named))
             sql = f"{where} IN (SELECT id FROM blocks WHERE name IN ({marks})) {order}"
-            found += self._rows(sql, [root_id, *named])
+            found += self._rows(sql, [asked, root_id, *named])
         if len(named) < len(parents):
-            found += self._rows(f"{where} IS NULL {order}", [root_id])
+            found += self._rows(f"{where} IS NULL {order}", [asked, root_id])
         return found
 
     def insert(self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str) -> None:

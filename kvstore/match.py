@@ -111,7 +111,7 @@ def deepest_state(
     parents = [ZERO_PARENT, *names[:depth]]
     while parents:
         some, parents = parents[-_PARENTS_AT_ONCE:], parents[:-_PARENTS_AT_ONCE]
-        for row in blocks.index.states(root.root_id, some):
+        for row in blocks.index.states(root.root_id, some, token_ids[:limit]):
             ids = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
             count = row.start // block_size
             start = count * block_size  # not what the file says: its place in the chain decides

@@ -217,6 +217,7 @@ class Session:
         checkpoints that wait are stored as well.
         """
 
+        self.engine.check_held()
         refuse_other_fidelity(self.engine, self.root)
 
         def put() -> None:
@@ -308,6 +309,7 @@ class Session:
 
     def _saving(self, notes: Mapping[str, Any] | None, pinned: bool) -> Saving:
         """What the engine holds, to be stored as the session's next version."""
+        self.engine.check_held()
         if self.name is not None:
             self._refuse_another_conversation()
             self.engine.holder = (self.tenant_id, self.name)

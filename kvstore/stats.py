@@ -61,16 +61,17 @@ def stats(store: Store) -> Stats:
     holds = dict(query(sql, [time.time()]))
     counters = dict(query("SELECT name, value FROM counters"))
     unreachable = query("SELECT COUNT(*) FROM blocks WHERE reachable = 0 AND lost IS NULL")
-    states = query("SELECT COUNT(*) FROM blocks WHERE state = 1 AND lost IS NULL")[0][0]
+    of_states = "SELECT codec, COUNT(*) FROM blocks WHERE state = 1 AND lost IS NULL GROUP BY codec"
+    states = Counter[str](dict(query(of_states)))
     return Stats(
-        blocks=codecs.total() - states,
-        states=states,
+        blocks=codecs.total() - states.total(),
+        states=states.total(),
         bytes=store.space.used(),
         sessions=len(sessions),
         pinned=holds.get("pin", 0),
         leased=holds.get("lease", 0),
         models=_models(store, {root for root, *_ in totals}),
-        codecs=dict(codecs),
+        codecs=dict(codecs - states),
         bytes_saved_by_sharing=_saved_by_sharing(store, [facts.last for *_, facts in sessions]),
         budget_bytes=store.budget.capacity,
         budget_source=store.budget.source,

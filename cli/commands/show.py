@@ -90,6 +90,7 @@ def _session(app: App, found: dict[str, Any]) -> None:
     identity, notes = found["identity"], found["notes"]
     there = sum(block["stored"] for block in found["blocks"])
     bytes_of_blocks = sum(block["bytes"] for block in found["blocks"])
+    where = "its state checkpoint" if found["state"] else "its own file"
     _lines(
         app,
         [
@@ -98,7 +99,7 @@ def _session(app: App, found: dict[str, Any]) -> None:
             ("kv", ", ".join(f"{k} {v}" for k, v in sorted(identity.get("kv_types", {}).items()))),
             (
                 "tokens",
-                f"{found['tokens']}, of which the last {found['tail_tokens']} in its own file",
+                f"{found['tokens']}, of which the last {found['tail_tokens']} in {where}",
             ),
             ("blocks", f"{there} of {len(found['blocks'])} stored, {units.size(bytes_of_blocks)}"),
             *_state(found["state"]),

@@ -128,28 +128,6 @@ def order_of(positions: np.ndarray, start: int, stop: int) -> np.ndarray | None:
     return order
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """A state under construction: headers are written, rows are filled through the views."""
-
-    buffer: Array
-    k: tuple[Array, ...]
-    v: tuple[Array, ...]
-
-
-def assemble(kind: StateType, tokens: int, seq_id: int = 0, first: int = 0) -> Assembly:
-    """A state of `tokens` cells from position `first` on, its rows left for the caller to fill.
-
-    The buffer is exactly as long as llama.cpp will read. With several streams the rows go into
-    stream 0, where sequence 0 lives.
-    """
-    check_version(kind.version)
-    writer = Writer(np.empty(_HEAD.size + kv_size(kind, tokens), np.uint8))
-    write_head(writer, seq_id)
-    k, v = write_kv(writer, kind, tokens, seq_id, first)
-    return Assembly(writer.finish(), k, v)
-
-
 def write_head(writer: Writer, seq_id: int) -> None:
     """What every state starts with, whatever memory it is of."""
     writer.put(_HEAD, STATE_MAGIC, seq_id)

@@ -102,7 +102,14 @@ def assemble_memory(
     kinds: Sequence[PartType], cells: Sequence[KvCells], position: int, seq_id: int = 0
 ) -> MemoryAssembly:
     """A state that stands at `position`, its rows left for the caller to fill. `cells`: one for each
-    KV part, in order."""
+    KV part, in order.
+
+    The buffer is exactly as long as llama.cpp will read. With several streams the rows go into
+    stream 0, where sequence 0 lives.
+    """
+    for kind in kinds:
+        if isinstance(kind, StateType):
+            check_version(kind.version)
     given = iter(cells)
     plan = [(kind, next(given) if isinstance(kind, StateType) else None) for kind in kinds]
     size = _HEAD_BYTES + sum(

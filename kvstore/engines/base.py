@@ -103,6 +103,11 @@ class Engine(ABC):
 
         None where the adapter cannot be sure: rows under a wrong name would be used by others."""
 
+    def check_held(self) -> None:
+        """Before a save: raises `UsageError` where the engine holds something that `token_ids` gives
+        no ids of, so that it would not be stored."""
+        return
+
     @abstractmethod
     def export(self, start: int, stop: int) -> Rows:
         """Rows of positions [start, stop), which must be held, of the groups in blocks. Does not

@@ -102,6 +102,14 @@ class LlamaCpp(LlamaText):
         held = tokens if whole and last >= tokens - 1 and is_sure(self.llm) else 0
         return token_array(self.llm.input_ids[:held])
 
+    def check_held(self) -> None:
+        if self.llm.n_tokens and not is_sure(self.llm):
+            raise UsageError(
+                "this Llama was used before kvsnap saw it, with a window of which only the end is"
+                " kept (swa_full=False): nobody knows whether its rows are right",
+                "make the adapter before the Llama is used, or resume the session first",
+            )
+
     @property
     def shared(self) -> object:
         return self.llm
@@ -178,10 +186,8 @@ class LlamaCpp(LlamaText):
         rows: dict[str, Array] = {}
         for groups, (one, other) in zip(self.memory.groups, assembly.parts, strict=True):
             rows |= planes_of(groups, one, other)
-        in_blocks = self._layout.in_blocks.planes()
-        missing = {
-            name: array[:, start - first :] if name in in_blocks else array
-            for name, array in rows.items()
+        missing = rows | {
+            name: array[:, start - first :] for name, array in self._layout.of_blocks(rows).items()
         }
         return Landing(start, stop, missing, (assembly.buffer, rows))
 
@@ -222,6 +228,7 @@ class LlamaCpp(LlamaText):
         memory = llama_cpp.llama_get_memory(self.llm.ctx)
         if sequence == 0:
             llama_cpp.llama_memory_clear(memory, False)  # so that cells are taken from the first
+            is_empty(self.llm)
         pointer = buffer.ctypes.data_as(BYTE_POINTER)
         read = llama_cpp.llama_state_seq_set_data(self.llm.ctx, pointer, buffer.nbytes, sequence)
         if sequence != 0:
@@ -235,7 +242,7 @@ class LlamaCpp(LlamaText):
             )
 
     def truncate(self, tokens: int) -> None:
-        if tokens >= self.llm.n_tokens:
+        if tokens >= self.llm.n_tokens and tokens > 0:
             return
         memory = llama_cpp.llama_get_memory(self.llm.ctx)
         if not llama_cpp.llama_memory_seq_rm(memory, 0, tokens, -1):

@@ -112,7 +112,7 @@ def logits(engine: LlamaCpp) -> np.ndarray:
     return np.ctypeslib.as_array(pointer, (engine.llm.n_vocab(),)).copy()
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 128, 197])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 128, 197, 260])
 @pytest.mark.parametrize("kind", [*CUT_ANYWHERE, *WITH_STATE])
 def test_logits_after_a_resume_are_those_of_an_engine_that_was_never_interrupted(
     models: Models, tmp_path: Path, kind: str, length: int
@@ -129,8 +129,9 @@ def test_logits_after_a_resume_are_those_of_an_engine_that_was_never_interrupted
         assert (report.reused_tokens, report.damage) == (length, ())
         resumed.evaluate(ids[length:])
     assert resumed.evaluated == 20
-    if kind == "windows":  # no flash attention: sums go over cells, which were others before
-        assert np.abs(logits(resumed) - logits(through)).max() < 0.05
+    across = length > 256 - 32 and "windows" in kind and model[2].get("swa_full") is False
+    if kind == "windows" or across:  # sums go over cells, which were others before
+        assert np.abs(logits(resumed) - logits(through)).max() < 0.01
     else:
         assert logits(resumed).tobytes() == logits(through).tobytes()
 

@@ -60,7 +60,7 @@ def test_recompressing_takes_the_checkpoint_along(tmp_path: Path, kind: dict[str
         assert session.stored is not None
         assert store.index.is_reachable(session.stored.record.state)
         assert resumed(store, kind, 170) == (150, "exact"), "the exact chain stays, and is better"
-        for name in store.index.states(session.roots()[0].root_id, exact):
+        for name in store.index.states(session.roots()[0].root_id, exact, IDS):
             store.blocks.set_aside(name.name, "for the test")
         assert session.resume(IDS[:170]).reused_tokens == 150
         assert session.engine.held_fidelity() == session.root.fidelity

@@ -1,4 +1,4 @@
-"""Generated llama.cpp states: parse, bring into order, assemble, parse again."""
+"""Generated llama.cpp states: parse, bring into order, parse again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.interchange.llamacpp import (
     State,
-    assemble,
     order_of,
     parse_sequence,
     parse_state,
 )
+from kvsnap.formats.interchange.llamacpp_memory import KvCells, assemble_memory
 
 MAGIC = 0xAF143CD8
 ITEM_BYTES = {0: 4, 1: 2, 30: 2, 8: 34, 2: 18}  # f32, f16, bf16, and blocks of q8_0 and q4_0
@@ -107,8 +107,9 @@ def test_rows_by_position_are_the_ones_that_were_written(written: Written) -> No
 def test_an_assembled_state_parses_to_the_same_rows_in_order(written: Written) -> None:
     state = parse_state(memoryview(written.data), written.version)
     k, v = by_position(state, written.cells)
-    built = assemble(state.type, written.cells)
-    for target, source in zip((*built.k, *built.v), (*k, *v), strict=True):
+    tokens = written.cells
+    built = assemble_memory([state.type], [KvCells(tokens)], tokens)
+    for target, source in zip(sum(built.parts[0], ()), (*k, *v), strict=True):
         target[...] = source
     again = parse_state(built.buffer.data, written.version)
     assert again.type == state.type
@@ -121,7 +122,7 @@ def test_an_assembled_state_parses_to_the_same_rows_in_order(written: Written) -
 def test_an_assembly_is_exactly_as_long_as_its_state(written: Written, tokens: int) -> None:
     # llama.cpp aborts the process on one byte less.
     kind = parse_state(memoryview(written.data), written.version).type
-    buffer = assemble(kind, tokens).buffer
+    buffer = assemble_memory([kind], [KvCells(tokens)], tokens).buffer
     buffer_end = parse_state(buffer.data, written.version)
     assert len(buffer_end.positions) == tokens
 

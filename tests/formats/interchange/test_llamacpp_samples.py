@@ -17,11 +17,11 @@ from kvsnap.formats.interchange.llamacpp import (
     STATE_MAGIC,
     State,
     StateType,
-    assemble,
     order_of,
     parse_sequence,
     parse_state,
 )
+from kvsnap.formats.interchange.llamacpp_memory import KvCells, assemble_memory
 
 Sample = Any
 Read = Callable[[str], Sample]
@@ -85,8 +85,9 @@ def test_a_q4_0_row_is_read_as_the_bytes_that_were_stored(sample: Read) -> None:
 
 
 def filled(kind: StateType, rows: State, seq_id: int = 0) -> bytes:
-    built = assemble(kind, len(rows.positions), seq_id)
-    for target, source in zip((*built.k, *built.v), (*rows.k, *rows.v), strict=True):
+    tokens = len(rows.positions)
+    built = assemble_memory([kind], [KvCells(tokens)], tokens, seq_id)
+    for target, source in zip(sum(built.parts[0], ()), (*rows.k, *rows.v), strict=True):
         target[...] = source
     return built.buffer.tobytes()
 
