@@ -17,14 +17,15 @@ import torch
 from transformers import DynamicCache
 
 from kvsnap.engines.base import Landing, LossyRows
-from kvsnap.engines.transformers_batch import check_positions, one_row, row_of
+from kvsnap.engines.transformers_batch import check_row, one_row, row_of
 from kvsnap.engines.transformers_cache import CacheRows
 from kvsnap.engines.transformers_identity import check_model, context_of, identity_of, media_tokens
 from kvsnap.engines.transformers_layers import make_cache
 from kvsnap.engines.transformers_probe import layer_groups, run
 from kvsnap.engines.transformers_text import TransformersText
+from kvsnap.engines.transformers_weights import version_of
 from kvsnap.formats.errors import BadTokenIds, DoesNotFit, EngineError, Unsupported, UsageError
-from kvsnap.formats.identity import Identity
+from kvsnap.formats.identity import EXACT, Identity, parse_identity
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.formats.tenant import Tenant
@@ -114,6 +115,10 @@ class Transformers(TransformersText):
     def token_ids(self) -> TokenIds:
         """Nothing where the cache was changed and nobody said by which tokens."""
         return self._ids.copy() if self._is_ours() else token_array([])
+
+    def check_held(self) -> None:
+        if not self._is_ours() and self._rows.tensors(self.cache):
+            raise UsageError("the cache was changed by something else than the engine", _TELL)
 
     @property
     def holder(self) -> tuple[str, str] | None:
@@ -233,13 +238,14 @@ class Transformers(TransformersText):
             )
 
     def _remember(self) -> None:
-        self._seen = [(weakref.ref(t), t._version) for t in self._rows.tensors(self.cache)]
+        tensors = self._rows.tensors(self.cache)
+        self._seen = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
 
     def _is_ours(self) -> bool:
         """Whether the cache is as the engine left it: a forward makes new tensors."""
         now = self._rows.tensors(self.cache)
         return len(now) == len(self._seen) and all(
-            ref() is tensor and version == tensor._version
+            ref() is tensor and version == version_of(tensor)
             for tensor, (ref, version) in zip(now, self._seen, strict=True)
         )
 
@@ -262,6 +268,7 @@ def load(
     engine = Transformers(model)
     session = Session(store, engine, name, tenant=tenant, codec=codec, allow_lossy=allow_lossy)
     reused = session.resume(_sequence(input_ids)).reused_tokens
+    engine.cache._kvsnap_model = _model_of(session)
     return engine.cache, reused
 
 
@@ -281,14 +288,46 @@ def save(
     """Store what a cache holds of `token_ids`, which may end with a token that was sampled last.
 
     Of a batch: `row` of `token_ids` [rows, tokens], with the `attention_mask` that the model was
-    given: left padding is taken off. Raises as `Session.save` does; `Unsupported` for caches, layers
-    and models that are not known, and for padded rows that are not those of the sequence alone.
+    given: left padding is taken off, and the row is computed once more to be sure of it, at the cost
+    of its prefill. Raises as `Session.save` does; `Unsupported` for caches, layers and models that
+    are not known, and for rows that are not those of the sequence alone; `UsageError` where the model
+    changed since the cache was loaded.
     """
+    if cache is None:
+        raise UsageError("there is no cache to save", "give the DynamicCache that the model filled")
     if row is not None or attention_mask is not None:
         engine = _of_row(model, cache, token_ids, row or 0, attention_mask)
     else:
-        engine = Transformers(model, cache, _sequence(token_ids))
-    return Session(store, engine, name, tenant=tenant, codec=codec).save(notes)
+        ids = _sequence(token_ids)
+        _refuse_padding(model, ids)
+        engine = Transformers(model, cache, ids)
+    held = engine.held_fidelity()
+    if codec is None and held != EXACT:
+        codec = held
+    session = Session(store, engine, name, tenant=tenant, codec=codec)
+    if getattr(cache, "_kvsnap_model", None) not in (None, _model_of(session)):
+        raise UsageError(
+            "the model changed since this cache was loaded: some of its rows are the old one's",
+            "load a cache with the model as it is now",
+        )
+    return session.save(notes)
+
+
+def _model_of(session: Session) -> Mapping[str, Any]:
+    """The identity but for what is the store's: whether a model is still the same."""
+    return {**parse_identity(session.roots()[0].identity), "block_size": 0}
+
+
+def _refuse_padding(model: Any, ids: TokenIds) -> None:
+    """generate() masks padding by itself; rows that were computed so are not those of these ids."""
+    settings = getattr(model, "generation_config", None) or model.config
+    pad, eos = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
+    ends = eos if isinstance(eos, list) else [eos]
+    if len(ids) > 1 and pad is not None and pad not in ends and ids[0] == pad:
+        raise UsageError(
+            "the first token id is that of padding",
+            "give row=0 and the attention_mask, or a sequence without padding",
+        )
 
 
 def _of_row(model: Any, cache: Any, token_ids: Any, row: int, mask: Any) -> Transformers:
@@ -296,13 +335,19 @@ def _of_row(model: Any, cache: Any, token_ids: Any, row: int, mask: Any) -> Tran
     ids, padding = row_of(rows.batch(cache), token_ids, row, mask)
     alone = one_row(rows, cache, row, padding)
     engine = Transformers(model, alone, ids)
-    if padding:
-        check_positions(engine)
+    if padding or rows.batch(cache) > 1:
+        check_row(engine)
     return engine
 
 
 def _sequence(token_ids: Any) -> TokenIds:
     """Ids of one sequence from a list, a tensor [tokens] or [1, tokens]."""
+    if isinstance(token_ids, Mapping) and "input_ids" in token_ids:  # what a tokenizer gives
+        token_ids = token_ids["input_ids"]
+    if token_ids is None or isinstance(token_ids, str):
+        raise UsageError("there are no token ids", "give a list or a tensor of them")
+    if isinstance(token_ids, list) and len(token_ids) and isinstance(token_ids[0], list):
+        token_ids = np.array(token_ids) if len(token_ids) == 1 else np.empty((len(token_ids), 0))
     if isinstance(token_ids, torch.Tensor):
         token_ids = token_ids.detach().cpu().numpy()
     if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:

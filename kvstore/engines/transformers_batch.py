@@ -1,8 +1,9 @@
 """One row of a batch as a sequence of its own, its left padding taken off.
 
 A padded row's KV is that of the sequence alone only if positions counted from its first token and
-the padding was masked, as `generate()` does it and a bare forward does not. So a padded row's first
-tokens are computed again, alone, and compared: padded KV never gets an unpadded name.
+the padding was masked, as `generate()` does it and a bare forward does not; and beam search leaves
+rows in a cache that are not those of the sequences it gives. Nothing in a cache says so. So a row is
+computed again, alone, and compared, which costs a prefill of it: no row gets another one's name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvsnap.engines.transformers import Transformers
 
 _COMPARED = 8
-"""Tokens that are computed again. The second one shows already whether padding was attended to."""
+"""Tokens that are compared at a time: one wrong one among so many shows."""
 _ROUNDING = 0.1
 """Relative error of a layer's rows: batches round differently, bfloat16 by 0.02 in deep layers; a
 position that is off by one, or padding that was seen, gives 0.3 and more."""
@@ -67,6 +68,7 @@ def one_row(rows: CacheRows, cache: Any, row: int, padding: int) -> DynamicCache
             "save sequences of this model one by one",
         )
     alone = make_cache(rows.model)
+    alone._kvsnap_marks = getattr(cache, "_kvsnap_marks", ())
     for group in rows.groups:
         for number in group.numbers:
             source, target = cache.layers[number], alone.layers[number]
@@ -76,27 +78,30 @@ def one_row(rows: CacheRows, cache: Any, row: int, padding: int) -> DynamicCache
     return alone
 
 
-def check_positions(engine: Transformers) -> None:
-    """Raise `Unsupported` unless the first rows are those that the model gives without padding."""
-    ids = engine.token_ids()[:_COMPARED]
-    if len(ids) == 0:
-        return
+def check_row(engine: Transformers) -> None:
+    """Raise `Unsupported` unless the rows are those that the model gives to the sequence alone."""
+    ids = engine.token_ids()
     fresh = make_cache(engine.model)
     device = engine.model.get_input_embeddings().weight.device
-    run(engine.model, torch.from_numpy(ids.astype(np.int64))[None].to(device), fresh)
+    for start in range(0, len(ids), engine.batch_size):
+        batch = ids[start : start + engine.batch_size].astype(np.int64)
+        run(engine.model, torch.from_numpy(batch)[None].to(device), fresh, logits_to_keep=1)
     for own, alone in zip(engine.cache.layers, fresh.layers, strict=True):
         for name in ("keys", "values"):
             here, there = getattr(own, name), getattr(alone, name)
             if there is None or there.numel() == 0:
                 continue
-            there = there.float()
-            error = (here[:, :, : len(ids)].float() - there).norm()
-            if not float(error) <= _ROUNDING * float(there.norm()):
+            pairs = zip(*(torch.split(t, _COMPARED, -2) for t in (here, there)), strict=True)
+            if any(_differ(one.float(), other.float()) for one, other in pairs):
                 raise Unsupported(
-                    "the padded row's KV is not that of the sequence alone",
-                    "give the model position_ids that count from the row's first token, and the"
-                    " attention_mask, as generate() does",
+                    "the row's KV is not that of the sequence alone",
+                    "give the token ids and the attention_mask that the model was given, and"
+                    " position_ids as generate() makes them; beams cannot be saved",
                 )
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not float((one - other).norm()) <= _ROUNDING * float(other.norm())
 
 
 def _matrix(values: Any) -> np.ndarray:

@@ -35,6 +35,12 @@ _SAYS_NOTHING = re.compile(
 """Of a configuration: does not decide rows, or is told by the weights themselves. Anything else,
 known or not, is part of the identity."""
 
+_LENGTH_IS_NOTHING_TO = ("default", "linear", "llama3")
+"""RoPE whose frequencies and factors do not follow from `max_position_embeddings`."""
+
+_KNOWN_CODE = ("torch", "transformers", "accelerate", "peft", "kvsnap")
+"""Packages whose classes are what their names say; others' may compute anything."""
+
 _MEDIA = ("image", "video", "audio", "vision_start", "vision_end")
 
 
@@ -50,7 +56,7 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             "encoder-decoder models are not handled", "use a decoder-only model with kvsnap"
         )
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise Unsupported("the model is in training mode: dropout is random", "call model.eval()")
     for facts in rope_parameters(config.get_text_config(decoder=True)):
         if facts.get("rope_type") in _LENGTH_DECIDES:
@@ -89,19 +95,30 @@ def identity_of(model: Any, layout: Layout, block_size: int) -> Identity:
         rope=_rope(config),
         block_size=block_size,
         adapters=_adapters(model),
-        overrides=_settings(config),
+        overrides=(*_settings(config), *_own_classes(model)),
     )
 
 
 def _settings(config: Any) -> tuple[tuple[str, str], ...]:
     """What a configuration says differently from its class: a new release's new defaults must not
     rename everything that is stored."""
-    told: Mapping[str, Any] = config.to_diff_dict()
+    told: dict[str, Any] = dict(config.to_diff_dict())
+    kinds = {facts.get("rope_type", "default") for facts in rope_parameters(config)}
+    if not kinds <= set(_LENGTH_IS_NOTHING_TO):
+        told["context"] = getattr(config, "max_position_embeddings", None)
     return tuple(
         (name, json.dumps(value, sort_keys=True, default=str))
         for name, value in sorted(told.items())
         if not _SAYS_NOTHING.fullmatch(name) and not _is_gguf(value)
     )
+
+
+def _own_classes(model: Any) -> tuple[tuple[str, str], ...]:
+    """Classes of modules that are the user's own, or came with the weights."""
+    kinds = {type(module) for module in model.modules()}
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    own = sorted(name for name in names if name.partition(".")[0] not in _KNOWN_CODE)
+    return (("code", json.dumps(own)),) if own else ()
 
 
 def _is_gguf(value: Any) -> bool:

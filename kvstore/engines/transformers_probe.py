@@ -155,6 +155,11 @@ def _kept(layer: Any, kind: str) -> tuple[Kept, ...]:
         return tuple(states)
     if not filled(layer):
         return ()
+    if filled(layer) > 2:
+        raise Unsupported(
+            "this model puts tokens of its own in front of those that it is given",
+            "merge the adapter that does that, or use the model without it",
+        )
     return tuple(
         Kept(plane, name, None, tensor.dtype, (int(tensor.shape[1]), int(tensor.shape[3])))
         for plane, name, tensor in (("k", "keys", layer.keys), ("v", "values", layer.values))

@@ -1,0 +1,174 @@
+"""What a program hands over by mistake, or unknowingly: refused with a word, or told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvsnap
+from kvsnap.engines.transformers import Transformers, load, save
+from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
+from kvsnap.testing.turns import some_ids
+
+pytestmark = pytest.mark.engine
+
+IDS = some_ids(150, 1, 400)
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 511,
+    "eos_token_id": 510,
+    "bos_token_id": 509,
+}
+
+
+def make(kind: type[LlamaForCausalLM] = LlamaForCausalLM, **config: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**{**SIZES, **config})).eval()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with kvsnap.Store(tmp_path / "store") as opened:
+        yield opened
+
+
+def forward(model: Any, ids: Any, **more: Any) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor(np.array(ids).reshape(-1, np.shape(ids)[-1])), cache=cache, **more)
+    return cache
+
+
+def identity(model: Any) -> str:
+    return Transformers(model).identity(64, lambda path: "").canonical()
+
+
+def test_rows_of_a_batch_that_are_not_those_of_their_ids_are_refused(store: Any) -> None:
+    """As beam search leaves them: row 1 holds another continuation than the ids say."""
+    model = make()
+    rows = np.stack([IDS, np.concatenate([IDS[:70], some_ids(80, 2, 400)])]).astype(np.int64)
+    cache, ones = forward(model, rows), np.ones_like(rows)
+    assert save(store, model, cache, rows, row=1, attention_mask=ones).blocks_written == 2
+    rows[1, 75:80] = rows[0, 75:80]
+    with pytest.raises(Unsupported, match="not that of the sequence"):
+        save(store, model, cache, rows, row=1, attention_mask=ones)
+
+
+def test_rows_restored_with_loss_are_never_saved_as_exact_ones(store: Any) -> None:
+    model, mask = make(), np.ones((1, len(IDS)), int)
+    save(store, model, forward(model, IDS.astype(np.int64)), IDS, codec="q4")
+    cache, reused = load(store, model, [*IDS.tolist(), 7], allow_lossy=True)
+    assert reused == 128
+    assert save(store, model, cache, IDS).fidelity.startswith("q4@")
+    whole = IDS[:128].astype(np.int64)[None]
+    saved = save(store, model, cache, whole, row=0, attention_mask=mask[:, :128])
+    assert saved.fidelity.startswith("q4@")
+    assert load(store, model, IDS)[1] == 0, "nothing is exact"
+
+
+def test_padding_that_nobody_told_of_is_refused(store: Any) -> None:
+    model = make()
+    padded = [511, 511, *IDS[:100].tolist()]
+    with pytest.raises(UsageError, match="padding"):
+        save(store, model, forward(model, np.array(padded, np.int64)), padded)
+
+
+def test_inference_mode_is_fine(store: Any) -> None:
+    with torch.inference_mode():
+        model = make()
+        cache = DynamicCache(config=model.config)
+        model(torch.tensor(IDS.astype(np.int64))[None], cache=cache)
+        assert save(store, model, cache, IDS).blocks_written == 2
+        again, reused = load(store, model, IDS)
+    assert (reused, again.get_seq_length()) == (128, 128)
+
+
+def test_a_length_that_rope_factors_follow_from_is_part_of_the_identity() -> None:
+    half = [1.0] * 8
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": half,
+        "long_factor": half,
+        "original_max_position_embeddings": 64,
+    }
+    models = [make(rope_parameters=dict(rope), max_position_embeddings=n) for n in (256, 1024)]
+    assert identity(models[0]) != identity(models[1])
+    plain = [make(max_position_embeddings=n) for n in (256, 1024)]
+    assert identity(plain[0]) == identity(plain[1])
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj"])
+def test_values_that_change_places_behind_torchs_back_are_seen(name: str) -> None:
+    model = make()
+    before = identity(model)
+    weight = getattr(model.model.layers[0].self_attn, name).weight.data
+    order = torch.arange(len(weight))
+    order[[0, 1]] = order[[1, 0]]
+    weight[...] = weight[order].clone()  # through .data, which counts nothing
+    assert identity(model) != before
+
+
+def test_a_model_that_changed_between_load_and_save_is_refused(store: Any) -> None:
+    model = make()
+    save(store, model, forward(model, IDS.astype(np.int64)), IDS)
+    cache, _ = load(store, model, IDS)
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)
+    with pytest.raises(UsageError, match="changed since this cache was loaded"):
+        save(store, model, cache, IDS)
+
+
+def test_another_class_of_model_is_another_model() -> None:
+    class Own(LlamaForCausalLM):
+        """May compute anything."""
+
+    assert identity(make(Own)) != identity(make())
+
+
+def test_a_part_in_training_mode_is_refused() -> None:
+    model = make()
+    model.model.layers[1].train()
+    with pytest.raises(Unsupported, match="training mode"):
+        Transformers(model)
+
+
+@pytest.mark.parametrize("ids", [None, "text", [[1, 2], [3, 4]]])
+def test_what_is_no_sequence_of_ids_gets_a_word(store: Any, ids: Any) -> None:
+    with pytest.raises(KvsnapError):
+        load(store, make(), ids)
+
+
+def test_what_a_tokenizer_gives_is_taken(store: Any) -> None:
+    model = make()
+    save(store, model, forward(model, IDS.astype(np.int64)), {"input_ids": IDS.astype(np.int64)})
+    assert load(store, model, {"input_ids": torch.tensor(IDS.astype(np.int64))[None]})[1] == 128
+    assert load(store, model, [IDS.tolist()])[1] == 128
+
+
+def test_no_cache_is_no_save(store: Any) -> None:
+    with pytest.raises(UsageError, match="no cache"):
+        save(store, make(), None, IDS)
+
+
+def test_a_cache_that_grew_behind_the_engines_back_is_not_saved_as_nothing(store: Any) -> None:
+    model = make()
+    engine = Transformers(model)
+    session = kvsnap.Session(store, engine)
+    engine.evaluate(IDS[:100])
+    with torch.no_grad():
+        model(torch.tensor([[5]]), cache=engine.cache)
+    with pytest.raises(UsageError, match="something else than the engine"):
+        session.save()
+    engine.hold([*IDS[:100].tolist(), 5])
+    assert session.save().tokens == 101
