@@ -3,7 +3,16 @@ server, whose models keep what they computed in a store, across restarts."""
 
 from __future__ import annotations
 
-from kvsnap.engines.llama_cache_server import create_app, main
+import sys
+
+try:
+    from kvsnap.engines.llama_cache_server import create_app, main
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(
+        f"error: llama-cpp-python cannot be imported: {error}\nhint: pip install 'kvsnap[server]'"
+    )
 
 __all__ = ["create_app", "main"]
 

@@ -62,6 +62,11 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
                 "a LlamaCache needs its Llama: token ids do not tell models apart",
                 "llm.set_cache(kvsnap.LlamaCache(store, llm))",
             )
+        if not isinstance(store, Store):
+            raise UsageError(
+                f"a LlamaCache keeps things in a Store, not in a {type(store).__name__}",
+                "kvsnap.LlamaCache(kvsnap.Store(path), llm)",
+            )
         super().__init__(store.budget.capacity or sys.maxsize)
         self.store = store
         self._tenant, self._codec = tenant, codec

@@ -19,6 +19,7 @@ from kvsnap.engines.llama_cache import LlamaCache
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.errors import KvsnapError, NotFound, Unsupported, UsageError
 from kvsnap.formats.tenant import Tenant, parse_key
+from kvsnap.kvstore.place import write_settings
 from kvsnap.kvstore.store import Store
 
 logger = logging.getLogger("kvsnap")
@@ -83,8 +84,10 @@ def _serve(arguments: Sequence[str] | None) -> None:
     options = _options(arguments)
     _show_reuse()
     server, models = _settings(options)
+    _check_models(models)
     tenant = _tenant(options.kvsnap_tenant_key_file)
     with Store(options.kvsnap_store, capacity=options.kvsnap_capacity) as store:
+        write_settings(store.place)  # raises where nothing can be kept, before hours of serving
         uvicorn.run(
             create_app(
                 None, server, models, store=store, tenant=tenant, codec=options.kvsnap_codec
@@ -146,12 +149,24 @@ def _settings(options: argparse.Namespace) -> tuple[Any, list[Any]]:
         ) from error
 
 
+def _check_models(models: Sequence[Any]) -> None:
+    """The library says the first by an assertion, and the second after all others were loaded."""
+    if not models:
+        raise UsageError("the config file names no model", 'it needs a list "models"')
+    for model in models:
+        if not getattr(model, "hf_model_repo_id", None) and not Path(model.model).is_file():
+            raise NotFound(f"no model file {model.model}", "give the path of a GGUF file")
+
+
 def _json_of(path: Path) -> str:
     if path.suffix not in (".yaml", ".yml"):
         return path.read_text()
-    from yaml import safe_load
+    from yaml import YAMLError, safe_load
 
-    return json.dumps(safe_load(path.read_text()))
+    try:
+        return json.dumps(safe_load(path.read_text()))
+    except YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
 
 
 def _tenant(path: Path | None) -> Tenant | None:

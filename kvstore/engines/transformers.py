@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ from kvsnap.kvstore.store import Store
 
 BATCH = 512
 """Tokens that `evaluate` gives the model at once."""
+_FIRST = 8
+"""Tokens whose rows `save` computes again: padding that was masked shows there, whatever its id."""
 _ENDLESS = 2**20
 """Tokens that a model may hold whose configuration names no length."""
+_ONE = "give one; save takes row=0, 1, …"
 _TELL = "tell the engine which tokens the cache holds: engine.hold(token_ids)"
 
 
@@ -67,6 +71,7 @@ class Transformers(TransformersText):
         trained = int(getattr(config, "max_position_embeddings", None) or _ENDLESS)
         self._context = min(context or trained, context_of(model) or trained)
         self._media = media_tokens(model)
+        self._named: Identity | None = None
         self.cache = make_cache(model) if cache is None else cache
         self.hold(token_ids)
 
@@ -80,7 +85,9 @@ class Transformers(TransformersText):
 
     def identity(self, block_size: int, file_digest: Callable[[Path], str]) -> Identity:
         check_model(self.model)
-        return identity_of(self.model, self.layout, block_size)
+        identity = identity_of(self.model, self.layout, block_size)
+        self._named = replace(identity, block_size=1)
+        return identity
 
     def hold(self, token_ids: Sequence[int] | TokenIds) -> None:
         """Say which tokens the cache holds, after something else than this engine ran the model on
@@ -119,6 +126,16 @@ class Transformers(TransformersText):
     def check_held(self) -> None:
         if not self._is_ours() and self._rows.tensors(self.cache):
             raise UsageError("the cache was changed by something else than the engine", _TELL)
+        if self._named and identity_of(self.model, self.layout, 1) != self._named:
+            raise UsageError(
+                "the model changed since this session was opened: some of its rows are the old one's",
+                "open a session on the model as it is now, and let it compute its tokens again",
+            )
+
+    def attention_layers(self) -> list[int]:
+        """Numbers of the cache's layers that keep keys and values."""
+        groups = [group for group in self._rows.groups if group.kind != "linear"]
+        return [number for group in groups for number in group.numbers]
 
     @property
     def holder(self) -> tuple[str, str] | None:
@@ -298,9 +315,7 @@ def save(
     if row is not None or attention_mask is not None:
         engine = _of_row(model, cache, token_ids, row or 0, attention_mask)
     else:
-        ids = _sequence(token_ids)
-        _refuse_padding(model, ids)
-        engine = Transformers(model, cache, ids)
+        engine = Transformers(model, cache, _sequence(token_ids))
     held = engine.held_fidelity()
     if codec is None and held != EXACT:
         codec = held
@@ -310,7 +325,11 @@ def save(
             "the model changed since this cache was loaded: some of its rows are the old one's",
             "load a cache with the model as it is now",
         )
-    return session.save(notes)
+    if engine.cache is cache and held == EXACT:
+        check_row(engine, None if _has_padding(model, engine.token_ids()) else _FIRST)
+    report = session.save(notes)
+    cache._kvsnap_model = _model_of(session)
+    return report
 
 
 def _model_of(session: Session) -> Mapping[str, Any]:
@@ -318,16 +337,12 @@ def _model_of(session: Session) -> Mapping[str, Any]:
     return {**parse_identity(session.roots()[0].identity), "block_size": 0}
 
 
-def _refuse_padding(model: Any, ids: TokenIds) -> None:
-    """generate() masks padding by itself; rows that were computed so are not those of these ids."""
+def _has_padding(model: Any, ids: TokenIds) -> bool:
+    """Whether generate() would mask some of these by itself."""
     settings = getattr(model, "generation_config", None) or model.config
     pad, eos = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     ends = eos if isinstance(eos, list) else [eos]
-    if len(ids) > 1 and pad is not None and pad not in ends and ids[0] == pad:
-        raise UsageError(
-            "the first token id is that of padding",
-            "give row=0 and the attention_mask, or a sequence without padding",
-        )
+    return pad is not None and pad not in ends and bool((ids == pad).any())
 
 
 def _of_row(model: Any, cache: Any, token_ids: Any, row: int, mask: Any) -> Transformers:
@@ -347,13 +362,13 @@ def _sequence(token_ids: Any) -> TokenIds:
     if token_ids is None or isinstance(token_ids, str):
         raise UsageError("there are no token ids", "give a list or a tensor of them")
     if isinstance(token_ids, list) and len(token_ids) and isinstance(token_ids[0], list):
-        token_ids = np.array(token_ids) if len(token_ids) == 1 else np.empty((len(token_ids), 0))
+        if len(token_ids) > 1:
+            raise UsageError(f"{len(token_ids)} sequences were given", _ONE)
+        token_ids = token_ids[0]
     if isinstance(token_ids, torch.Tensor):
         token_ids = token_ids.detach().cpu().numpy()
     if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
         if len(token_ids) != 1:
-            raise UsageError(
-                f"{len(token_ids)} sequences were given", "give one; save takes row=0, 1, …"
-            )
+            raise UsageError(f"{len(token_ids)} sequences were given", _ONE)
         token_ids = token_ids[0]
     return token_array(token_ids)

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from kvsnap.engines.transformers_cache import CacheRows
-from kvsnap.engines.transformers_layers import make_cache
+from kvsnap.engines.transformers_layers import filled, make_cache
 from kvsnap.engines.transformers_probe import run
 from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.names import TokenIds, token_array
@@ -78,19 +78,24 @@ def one_row(rows: CacheRows, cache: Any, row: int, padding: int) -> DynamicCache
     return alone
 
 
-def check_row(engine: Transformers) -> None:
-    """Raise `Unsupported` unless the rows are those that the model gives to the sequence alone."""
-    ids = engine.token_ids()
+def check_row(engine: Transformers, tokens: int | None = None) -> None:
+    """Raise `Unsupported` unless the rows of the first `tokens` (None: of all) are those that the model
+    gives to the sequence alone. Windows that lost these rows are not looked at."""
+    held = engine.token_ids()
+    ids = held[:tokens]
+    if len(ids) == 0:
+        return
     fresh = make_cache(engine.model)
     device = engine.model.get_input_embeddings().weight.device
     for start in range(0, len(ids), engine.batch_size):
         batch = ids[start : start + engine.batch_size].astype(np.int64)
         run(engine.model, torch.from_numpy(batch)[None].to(device), fresh, logits_to_keep=1)
-    for own, alone in zip(engine.cache.layers, fresh.layers, strict=True):
+    for number in engine.attention_layers():
+        own, alone = engine.cache.layers[number], fresh.layers[number]
+        if filled(own) < len(held) or filled(alone) < len(ids):
+            continue
         for name in ("keys", "values"):
-            here, there = getattr(own, name), getattr(alone, name)
-            if there is None or there.numel() == 0:
-                continue
+            here, there = getattr(own, name)[:, :, : len(ids)], getattr(alone, name)
             pairs = zip(*(torch.split(t, _COMPARED, -2) for t in (here, there)), strict=True)
             if any(_differ(one.float(), other.float()) for one, other in pairs):
                 raise Unsupported(

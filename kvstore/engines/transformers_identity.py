@@ -80,7 +80,9 @@ def context_of(model: Any) -> int | None:
 def media_tokens(model: Any) -> frozenset[int]:
     """Ids that stand for images, sound or video: they do not tell which."""
     names = [f"{kind}{end}" for kind in _MEDIA for end in ("_token_id", "_token_index")]
-    found = (getattr(model.config, name, None) for name in names)
+    inner = [getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", ())]
+    configs = [model.config, *inner]
+    found = (getattr(config, name, None) for config in configs for name in names)
     return frozenset(token for token in found if isinstance(token, int))
 
 

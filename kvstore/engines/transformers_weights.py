@@ -1,9 +1,10 @@
 """A digest of the weights that a live module really has: parameters and buffers, bytes and all.
 
-It is remembered for each tensor as long as that seems to be the same. torch's version counters alone do
-not tell: `p.data.mul_(2)` and `p.data = other`, which is how adapters are merged, count nothing, and
-tensors of inference mode have none. So every tensor is summed up at each call, too, each word times a
-number of its place; that reads the weights once, as computing a token does.
+torch does not tell whether weights changed: `p.data.mul_(2)` and `p.data = other`, which is how adapters
+are merged, move no version counter, and tensors of inference mode have none. In memory of the host they
+are hashed at each call, which is as fast as any look at all of them. On a device the digest of a tensor
+is remembered, and a sum in which each word counts by its place says whether it is still the same: the
+weights are read once, as computing a token does, and do not come to the host.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ def weights_digest(model: Any) -> str:
     Where they are does not matter. Raises `Unsupported` by name for tensors whose bytes cannot be
     told: of other classes (their scales may stand beside them), or not in memory."""
     known = _digests.setdefault(model, {})
-    hasher, seen = blake3(), {}
+    hasher = blake3()
+    seen: dict[str, tuple[Any, bytes]] = {}
     for name, tensor in sorted(_weights(model)):
-        state = _state(name, tensor)
-        own = known.get(name)
-        digest = own[1] if own is not None and own[0] == state else _digest(tensor)
-        seen[name] = (state, digest)
+        _check(name, tensor)
+        if tensor.device.type == "cpu":
+            digest = _digest(tensor)
+        else:
+            state, own = _state(tensor), known.get(name)
+            digest = own[1] if own is not None and own[0] == state else _digest(tensor)
+            seen[name] = (state, digest)
         head = f"{len(name)}:{name}:{tensor.dtype}:{tuple(tensor.shape)}:"
         hasher.update(head.encode() + digest)
     known.clear()
@@ -82,8 +87,7 @@ def _frequencies(model: Any) -> set[str]:
     return found
 
 
-def _state(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal as long as the tensor is."""
+def _check(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise Unsupported(
             f"weights of class {type(tensor).__name__} are not handled ({name})",
@@ -91,7 +95,14 @@ def _state(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         )
     if tensor.device.type == "meta":
         raise Unsupported(f"the weights {name} are not in memory", "load the model without offload")
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal as long as the tensor is."""
     words = _words(tensor)
+    words = words ^ (
+        words >> 32
+    )  # factors are odd: flips of an even number of top bits would cancel
     factors = _factors(words.device)
     whole = len(words) // _ROW * _ROW
     rows = words[:whole].view(-1, _ROW)

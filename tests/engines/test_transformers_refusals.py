@@ -77,11 +77,20 @@ def test_rows_restored_with_loss_are_never_saved_as_exact_ones(store: Any) -> No
     assert load(store, model, IDS)[1] == 0, "nothing is exact"
 
 
-def test_padding_that_nobody_told_of_is_refused(store: Any) -> None:
+@pytest.mark.parametrize(("pad", "place"), [(511, 0), (511, 40), (510, 0), (7, 0)])
+def test_padding_that_was_masked_and_nobody_told_of_is_refused(
+    store: Any, pad: int, place: int
+) -> None:
+    """Also that of end-of-text tokens, or of an id that only generate() was told."""
     model = make()
-    padded = [511, 511, *IDS[:100].tolist()]
-    with pytest.raises(UsageError, match="padding"):
-        save(store, model, forward(model, np.array(padded, np.int64)), padded)
+    ids = [*IDS[:place].tolist(), pad, pad, *IDS[place:100].tolist()]
+    mask = torch.tensor([[int(token != pad) for token in ids]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = forward(model, np.array(ids, np.int64), attention_mask=mask, position_ids=positions)
+    with pytest.raises(Unsupported, match="not that of the sequence alone"):
+        save(store, model, cache, ids)
+    plain = forward(model, np.array(ids, np.int64))
+    assert save(store, model, plain, ids).blocks_written == 1, "the same ids, really computed"
 
 
 def test_inference_mode_is_fine(store: Any) -> None:
@@ -107,6 +116,35 @@ def test_a_length_that_rope_factors_follow_from_is_part_of_the_identity() -> Non
     assert identity(models[0]) != identity(models[1])
     plain = [make(max_position_embeddings=n) for n in (256, 1024)]
     assert identity(plain[0]) == identity(plain[1])
+
+
+def test_signs_that_flip_behind_torchs_back_are_seen() -> None:
+    model = make()
+    before = identity(model)
+    model.model.layers[0].self_attn.k_proj.weight.data[:, 1::2] *= -1
+    assert identity(model) != before
+
+
+def test_a_model_that_changes_under_an_open_session_is_not_saved(store: Any) -> None:
+    model = make()
+    engine = Transformers(model)
+    session = kvsnap.Session(store, engine)
+    engine.evaluate(IDS[:70])
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
+    engine.evaluate(IDS[70:])
+    with pytest.raises(UsageError, match="changed since this session was opened"):
+        session.save()
+
+
+def test_a_cache_that_was_saved_and_goes_on_with_other_weights_is_refused(store: Any) -> None:
+    model = make()
+    cache = forward(model, IDS[:100].astype(np.int64))
+    save(store, model, cache, IDS[:100])
+    model.model.layers[1].self_attn.k_proj.weight.data.mul_(2)
+    with torch.no_grad():
+        model(torch.tensor(IDS[100:].astype(np.int64))[None], cache=cache)
+    with pytest.raises(UsageError, match="changed since this cache"):
+        save(store, model, cache, IDS)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj"])

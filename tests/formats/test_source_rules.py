@@ -27,7 +27,7 @@ def breaches(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             found = {(node.module or "").partition(".")[0]} & CODE_RUNNERS
             found |= {f"{node.module}.{alias.name}" for alias in node.names} & METHODS
-            if (node.module, [alias.name for alias in node.names]) == ("yaml", ["safe_load"]):
+            if node.module == "yaml" and {a.name for a in node.names} <= {"safe_load", "YAMLError"}:
                 found = set()
         elif isinstance(node, ast.Name):  # not only calls: map(hash, names) is one too
             found = {node.id} & CALLS
