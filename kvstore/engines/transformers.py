@@ -18,15 +18,17 @@ import torch
 from transformers import DynamicCache
 
 from kvsnap.engines.base import Landing, LossyRows
-from kvsnap.engines.transformers_batch import check_row, one_row, row_of
+from kvsnap.engines.transformers_batch import one_row, row_of
 from kvsnap.engines.transformers_cache import CacheRows
+from kvsnap.engines.transformers_check import check_row, check_rows
 from kvsnap.engines.transformers_identity import check_model, context_of, identity_of, media_tokens
+from kvsnap.engines.transformers_ids import sequence_of
 from kvsnap.engines.transformers_layers import make_cache
 from kvsnap.engines.transformers_probe import layer_groups, run
 from kvsnap.engines.transformers_text import TransformersText
 from kvsnap.engines.transformers_weights import version_of
 from kvsnap.formats.errors import BadTokenIds, DoesNotFit, EngineError, Unsupported, UsageError
-from kvsnap.formats.identity import EXACT, Identity, parse_identity
+from kvsnap.formats.identity import EXACT, Identity
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.formats.tenant import Tenant
@@ -36,11 +38,8 @@ from kvsnap.kvstore.store import Store
 
 BATCH = 512
 """Tokens that `evaluate` gives the model at once."""
-_FIRST = 8
-"""Tokens whose rows `save` computes again: padding that was masked shows there, whatever its id."""
 _ENDLESS = 2**20
 """Tokens that a model may hold whose configuration names no length."""
-_ONE = "give one; save takes row=0, 1, …"
 _TELL = "tell the engine which tokens the cache holds: engine.hold(token_ids)"
 
 
@@ -72,6 +71,7 @@ class Transformers(TransformersText):
         self._context = min(context or trained, context_of(model) or trained)
         self._media = media_tokens(model)
         self._named: Identity | None = None
+        self._for_one_call = False
         self.cache = make_cache(model) if cache is None else cache
         self.hold(token_ids)
 
@@ -86,7 +86,10 @@ class Transformers(TransformersText):
     def identity(self, block_size: int, file_digest: Callable[[Path], str]) -> Identity:
         check_model(self.model)
         identity = identity_of(self.model, self.layout, block_size)
-        self._named = replace(identity, block_size=1)
+        named = replace(identity, block_size=1)
+        if self._computed_by is None and len(self._ids) and self._named not in (None, named):
+            self._computed_by = self._named
+        self._named = named
         return identity
 
     def hold(self, token_ids: Sequence[int] | TokenIds) -> None:
@@ -120,13 +123,40 @@ class Transformers(TransformersText):
         self._remember()
 
     def token_ids(self) -> TokenIds:
-        """Nothing where the cache was changed and nobody said by which tokens."""
+        """Nothing where the cache was changed and nobody said by which tokens, or by another model."""
         return self._ids.copy() if self._is_ours() else token_array([])
 
     def check_held(self) -> None:
+        self._check_computed_by()
         if not self._is_ours() and self._rows.tensors(self.cache):
             raise UsageError("the cache was changed by something else than the engine", _TELL)
-        if self._named and identity_of(self.model, self.layout, 1) != self._named:
+        self._check_named()
+        self._computed_by = self._named if len(self._ids) else None
+
+    @property
+    def _computed_by(self) -> Identity | None:
+        """The model that a cache's rows are known to be of; on the cache, as that is what goes on."""
+        return getattr(self.cache, "_kvsnap_model", None)
+
+    @_computed_by.setter
+    def _computed_by(self, value: Identity | None) -> None:
+        self.cache._kvsnap_model = value
+
+    def _is_of_another_model(self) -> bool:
+        return None not in (self._named, self._computed_by) and self._named != self._computed_by
+
+    def _check_computed_by(self) -> None:
+        if self._is_of_another_model():
+            raise UsageError(
+                "the model changed since this cache was loaded: some of its rows are the old one's",
+                "load a cache with the model as it is now",
+            )
+
+    def _check_named(self) -> None:
+        """Reads all weights, so not where the name was given a moment ago."""
+        if self._named is None or self._for_one_call:
+            return
+        if identity_of(self.model, self.layout, 1) != self._named:
             raise UsageError(
                 "the model changed since this session was opened: some of its rows are the old one's",
                 "open a session on the model as it is now, and let it compute its tokens again",
@@ -175,6 +205,7 @@ class Transformers(TransformersText):
         whole = stop == landing.stop or not self.layout.needs_state
         if not (start <= stop <= landing.stop and whole) or start > len(self.token_ids()):
             raise UsageError(f"rows of {start}..{landing.stop} cannot make {stop} tokens")
+        self._check_named()
         if stop > start or (stop and self.layout.needs_state):
             try:
                 self._rows.put(self.cache, start, landing.rows, stop)
@@ -185,6 +216,7 @@ class Transformers(TransformersText):
         else:
             self.truncate(stop)
         self._ids, self._logits = token_ids.copy(), None
+        self._computed_by = self._named
         self._remember()
 
     def truncate(self, tokens: int) -> None:
@@ -201,6 +233,7 @@ class Transformers(TransformersText):
     def evaluate(
         self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None
     ) -> None:
+        self._check_computed_by()
         if not self._is_ours():
             raise UsageError("the cache was changed by something else than the engine", _TELL)
         if len(self._ids) + len(token_ids) > self.capacity:
@@ -256,14 +289,20 @@ class Transformers(TransformersText):
 
     def _remember(self) -> None:
         tensors = self._rows.tensors(self.cache)
+        if len(self._ids) == 0:
+            self._computed_by = None
         self._seen = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
 
     def _is_ours(self) -> bool:
         """Whether the cache is as the engine left it: a forward makes new tensors."""
         now = self._rows.tensors(self.cache)
-        return len(now) == len(self._seen) and all(
-            ref() is tensor and version == version_of(tensor)
-            for tensor, (ref, version) in zip(now, self._seen, strict=True)
+        return (
+            len(now) == len(self._seen)
+            and not self._is_of_another_model()
+            and all(
+                ref() is tensor and version == version_of(tensor)
+                for tensor, (ref, version) in zip(now, self._seen, strict=True)
+            )
         )
 
 
@@ -279,14 +318,13 @@ def load(
 ) -> tuple[DynamicCache, int]:
     """(cache, reused tokens): the longest stored prefix of one sequence, for `generate()` or a forward.
 
-    `input_ids`: a list, or a tensor [tokens] or [1, tokens]. At least its last token is left to
+    `input_ids`: a list, a tensor [tokens] or [1, tokens], or what a tokenizer returns. At least its last token is left to
     compute. Each call makes a cache of its own. `name`: a stored session, whose tail counts, too.
     """
-    engine = Transformers(model)
+    ids, engine = sequence_of(input_ids), Transformers(model)
+    engine._for_one_call = True
     session = Session(store, engine, name, tenant=tenant, codec=codec, allow_lossy=allow_lossy)
-    reused = session.resume(_sequence(input_ids)).reused_tokens
-    engine.cache._kvsnap_model = _model_of(session)
-    return engine.cache, reused
+    return engine.cache, session.resume(ids).reused_tokens
 
 
 def save(
@@ -306,69 +344,33 @@ def save(
 
     Of a batch: `row` of `token_ids` [rows, tokens], with the `attention_mask` that the model was
     given: left padding is taken off, and the row is computed once more to be sure of it, at the cost
-    of its prefill. Raises as `Session.save` does; `Unsupported` for caches, layers and models that
-    are not known, and for rows that are not those of the sequence alone; `UsageError` where the model
-    changed since the cache was loaded.
+    of its prefill. Of a single sequence the first tokens and the positions of the last are, so that
+    padding shows that `generate` masked by itself. Raises as `Session.save` does; `Unsupported` for
+    caches, layers and models that are not known, and for rows that are not those of the sequence
+    alone; `UsageError` where the model changed since the cache was loaded or saved.
     """
     if cache is None:
         raise UsageError("there is no cache to save", "give the DynamicCache that the model filled")
     if row is not None or attention_mask is not None:
-        engine = _of_row(model, cache, token_ids, row or 0, attention_mask)
+        engine = _of_row(model, cache, token_ids, 0 if row is None else row, attention_mask)
     else:
-        engine = Transformers(model, cache, _sequence(token_ids))
+        engine = Transformers(model, cache, sequence_of(token_ids))
+    engine._for_one_call = True
     held = engine.held_fidelity()
     if codec is None and held != EXACT:
         codec = held
     session = Session(store, engine, name, tenant=tenant, codec=codec)
-    if getattr(cache, "_kvsnap_model", None) not in (None, _model_of(session)):
-        raise UsageError(
-            "the model changed since this cache was loaded: some of its rows are the old one's",
-            "load a cache with the model as it is now",
-        )
-    if engine.cache is cache and held == EXACT:
-        check_row(engine, None if _has_padding(model, engine.token_ids()) else _FIRST)
+    if held == EXACT:
+        check_rows(engine)
     report = session.save(notes)
-    cache._kvsnap_model = _model_of(session)
+    cache._kvsnap_model = engine.cache._kvsnap_model
     return report
-
-
-def _model_of(session: Session) -> Mapping[str, Any]:
-    """The identity but for what is the store's: whether a model is still the same."""
-    return {**parse_identity(session.roots()[0].identity), "block_size": 0}
-
-
-def _has_padding(model: Any, ids: TokenIds) -> bool:
-    """Whether generate() would mask some of these by itself."""
-    settings = getattr(model, "generation_config", None) or model.config
-    pad, eos = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
-    ends = eos if isinstance(eos, list) else [eos]
-    return pad is not None and pad not in ends and bool((ids == pad).any())
 
 
 def _of_row(model: Any, cache: Any, token_ids: Any, row: int, mask: Any) -> Transformers:
     rows = CacheRows(model, layer_groups(model))
     ids, padding = row_of(rows.batch(cache), token_ids, row, mask)
-    alone = one_row(rows, cache, row, padding)
-    engine = Transformers(model, alone, ids)
+    engine = Transformers(model, one_row(rows, cache, row, padding), ids)
     if padding or rows.batch(cache) > 1:
         check_row(engine)
     return engine
-
-
-def _sequence(token_ids: Any) -> TokenIds:
-    """Ids of one sequence from a list, a tensor [tokens] or [1, tokens]."""
-    if isinstance(token_ids, Mapping) and "input_ids" in token_ids:  # what a tokenizer gives
-        token_ids = token_ids["input_ids"]
-    if token_ids is None or isinstance(token_ids, str):
-        raise UsageError("there are no token ids", "give a list or a tensor of them")
-    if isinstance(token_ids, list) and len(token_ids) and isinstance(token_ids[0], list):
-        if len(token_ids) > 1:
-            raise UsageError(f"{len(token_ids)} sequences were given", _ONE)
-        token_ids = token_ids[0]
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.detach().cpu().numpy()
-    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
-        if len(token_ids) != 1:
-            raise UsageError(f"{len(token_ids)} sequences were given", _ONE)
-        token_ids = token_ids[0]
-    return token_array(token_ids)

@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 from transformers import PreTrainedConfig
 
+from kvsnap.engines.transformers_code import own_code
 from kvsnap.engines.transformers_layers import plain
 from kvsnap.engines.transformers_probe import rope_parameters
 from kvsnap.engines.transformers_weights import weights_digest
@@ -38,10 +39,9 @@ known or not, is part of the identity."""
 _LENGTH_IS_NOTHING_TO = ("default", "linear", "llama3")
 """RoPE whose frequencies and factors do not follow from `max_position_embeddings`."""
 
-_KNOWN_CODE = ("torch", "transformers", "accelerate", "peft", "kvsnap")
-"""Packages whose classes are what their names say; others' may compute anything."""
-
 _MEDIA = ("image", "video", "audio", "vision_start", "vision_end")
+_SENSES = ("vision", "audio", "vq", "protein")
+"""How the inner configurations of models that take more than text begin."""
 
 
 def check_model(model: Any) -> None:
@@ -58,6 +58,12 @@ def check_model(model: Any) -> None:
         )
     if any(module.training for module in model.modules()):
         raise Unsupported("the model is in training mode: dropout is random", "call model.eval()")
+    inner = [name for name in getattr(config, "sub_configs", ()) if name.startswith(_SENSES)]
+    if inner and not media_tokens(model):
+        raise Unsupported(
+            f"this model takes more than text ({inner[0]}), and none of its token ids tells where",
+            "use kvsnap with its text model alone",
+        )
     for facts in rope_parameters(config.get_text_config(decoder=True)):
         if facts.get("rope_type") in _LENGTH_DECIDES:
             raise Unsupported(
@@ -97,7 +103,7 @@ def identity_of(model: Any, layout: Layout, block_size: int) -> Identity:
         rope=_rope(config),
         block_size=block_size,
         adapters=_adapters(model),
-        overrides=(*_settings(config), *_own_classes(model)),
+        overrides=(*_settings(config), *own_code(model)),
     )
 
 
@@ -113,14 +119,6 @@ def _settings(config: Any) -> tuple[tuple[str, str], ...]:
         for name, value in sorted(told.items())
         if not _SAYS_NOTHING.fullmatch(name) and not _is_gguf(value)
     )
-
-
-def _own_classes(model: Any) -> tuple[tuple[str, str], ...]:
-    """Classes of modules that are the user's own, or came with the weights."""
-    kinds = {type(module) for module in model.modules()}
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
-    own = sorted(name for name in names if name.partition(".")[0] not in _KNOWN_CODE)
-    return (("code", json.dumps(own)),) if own else ()
 
 
 def _is_gguf(value: Any) -> bool:

@@ -56,7 +56,7 @@ def layer_groups(model: Any) -> tuple[LayerGroup, ...]:
 
 def run(model: Any, token_ids: torch.Tensor, cache: Any, **more: Any) -> Any:
     """The model's forward over the next tokens [rows, tokens]; the cache takes their rows."""
-    names = _arguments(model)
+    names = arguments(model)
     name = next((n for n in ("cache", "past_key_values", "cache_params") if n in names), "cache")
     more = {key: value for key, value in more.items() if key in names}
     with torch.no_grad():
@@ -69,7 +69,8 @@ def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
     return [found] if "rope_type" in found else [v for v in found.values() if isinstance(v, dict)]
 
 
-def _arguments(model: Any) -> frozenset[str]:
+def arguments(model: Any) -> frozenset[str]:
+    """Names that the model's own forward takes."""
     inner = plain(model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # peft
     return frozenset(inspect.signature(inner.forward).parameters)
@@ -155,7 +156,7 @@ def _kept(layer: Any, kind: str) -> tuple[Kept, ...]:
         return tuple(states)
     if not filled(layer):
         return ()
-    if filled(layer) > 2:
+    if filled(layer) > 2 or (kind == "full" and filled(layer) != 2):
         raise Unsupported(
             "this model puts tokens of its own in front of those that it is given",
             "merge the adapter that does that, or use the model without it",

@@ -100,17 +100,19 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal as long as the tensor is."""
     words = _words(tensor)
-    words = words ^ (
-        words >> 32
-    )  # factors are odd: flips of an even number of top bits would cancel
     factors = _factors(words.device)
     whole = len(words) // _ROW * _ROW
     rows = words[:whole].view(-1, _ROW)
-    sums = [(part * factors).sum(-1) for part in torch.split(rows, _ROWS_AT_ONCE)]
-    rest = (words[whole:] * factors[: len(words) - whole]).sum()[None]
+    sums = [(_folded(part) * factors).sum(-1) for part in torch.split(rows, _ROWS_AT_ONCE)]
+    rest = (_folded(words[whole:]) * factors[: len(words) - whole]).sum()[None]
     tail = _bytes(tensor)[len(words) * 8 :]
     where = (tensor.data_ptr(), version_of(tensor), tensor.device, tensor.dtype, tensor.shape)
     return (*where, torch.cat([*sums, rest]).cpu().numpy().tobytes(), tail.cpu().numpy().tobytes())
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    """Factors are odd: without this, flips of an even number of top bits would cancel."""
+    return words ^ (words >> 32)
 
 
 def version_of(tensor: torch.Tensor) -> int:

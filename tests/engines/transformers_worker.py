@@ -60,11 +60,10 @@ def resume(job: dict[str, Any], model: Any) -> Any:
         nonlocal counted
         counted += out.shape[1]
 
-    model.get_input_embeddings().register_forward_hook(count)
-    load(store, model, [1])  # the first sight of a model runs a token through it
     for case in job["cases"]:
         cache, reused = load(store, model, case["prompt"], name=case["saved"])
         counted, new = 0, job["greedy"]
+        hook = model.get_input_embeddings().register_forward_hook(count)  # load refuses hooks
         out = model.generate(
             torch.tensor([case["prompt"]]),
             **{CACHE: cache},
@@ -74,6 +73,7 @@ def resume(job: dict[str, Any], model: Any) -> Any:
             output_logits=True,
             return_dict_in_generate=True,
         )
+        hook.remove()
         results.append(
             {
                 "reused": reused,

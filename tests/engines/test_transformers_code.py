@@ -1,0 +1,114 @@
+"""Code that is not the known packages' own: hooks, patched methods, classes, tokens in front."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GitConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from kvsnap.engines import Transformers
+from kvsnap.engines.transformers_code import own_code
+from kvsnap.engines.transformers_identity import check_model
+from kvsnap.formats.errors import Unsupported
+
+pytestmark = pytest.mark.engine
+
+
+def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=100,
+        max_position_embeddings=256,
+    )
+    return kind(config).eval()
+
+
+def identity(model: Any) -> str:
+    return Transformers(model).identity(64, lambda path: "").canonical()
+
+
+def steer(module: Any, arguments: Any, result: torch.Tensor) -> torch.Tensor:
+    return result + 1.0
+
+
+def before(module: Any, arguments: Any) -> None:
+    """Might put anything in the arguments' place."""
+
+
+OWN = """
+from transformers import LlamaForCausalLM
+
+class Own(LlamaForCausalLM):
+    def forward(self, *given, **more):
+        return super().forward(*given, **more, scale={})
+"""
+
+
+def test_classes_of_ones_own_are_another_model_and_edited_ones_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = []
+    for number, scale in enumerate((1, 1, 2)):
+        path = tmp_path / str(number) / "script.py"
+        path.parent.mkdir()
+        path.write_text(OWN.format(scale))
+        spec = spec_from_file_location("script", path)
+        assert spec is not None
+        assert spec.loader is not None
+        script = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "script", script)
+        spec.loader.exec_module(script)
+        codes.append(own_code(tiny(script.Own)))
+    assert "script.Own" in codes[0][0][1]
+    assert codes[0] == codes[1] != codes[2]
+    assert own_code(tiny()) == ()
+
+
+def test_classes_without_a_source_are_told_apart_as_well() -> None:
+    def made(forward: Any) -> Any:
+        return own_code(tiny(type("Made", (LlamaForCausalLM,), {"forward": forward})))
+
+    once, twice = (lambda self, ids: [ids * n for n in (1, 2)]), (lambda self, ids: ids * 3)
+    assert made(once) == made(once) != made(twice)
+    assert made(lambda self, ids: ids * 2) != made(twice)
+
+
+def test_a_forward_that_was_put_onto_a_class_is_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny()
+    plain, forward = identity(model), LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, hidden) * 2)
+    assert identity(model) != plain
+
+
+class Virtual(LlamaForCausalLM):
+    """Puts a token in front, as prompt tuning does."""
+
+    def forward(self, input_ids: Any = None, **more: Any) -> Any:
+        embedded = self.get_input_embeddings()(input_ids)
+        front = embedded[:, :1] if more["cache"].get_seq_length() == 0 else embedded[:, :0]
+        more = {name: more[name] for name in ("cache", "use_cache")}
+        return super().forward(inputs_embeds=torch.cat([front, embedded], 1), **more)
+
+
+def test_tokens_that_a_model_puts_in_front_are_refused() -> None:
+    with pytest.raises(Unsupported, match="tokens of its own in front"):
+        Transformers(tiny(Virtual))
+
+
+def test_a_model_that_takes_pixels_which_no_token_stands_for_is_refused() -> None:
+    model = tiny()
+    model.config = GitConfig()
+    with pytest.raises(Unsupported, match=r"more than text \(vision_config\)"):
+        check_model(model)
