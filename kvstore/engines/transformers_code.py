@@ -1,8 +1,7 @@
 """The code that computes a live model's rows, where it is not that of the known packages.
 
-Classes of one's own, and those that came with the weights, make another identity. What a program puts
-onto single modules, hooks and patched methods, is not seen: most of it only counts or measures, and what
-it does nobody can tell. docs/engines.md says so.
+Classes of one's own, and those that came with the weights, make another identity. What was put onto
+single modules is refused: a hook or a method says nothing of what it does, and goes as it came.
 """
 
 from __future__ import annotations
@@ -14,10 +13,26 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+import torch
 from blake3 import blake3
+
+from kvsnap.formats.errors import Unsupported
 
 _KNOWN = ("torch", "transformers", "accelerate", "peft", "kvsnap")
 """Packages whose code is what its names say; that of others may compute anything."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def check_code(model: Any) -> None:
+    """Raise `Unsupported` by name for forward hooks and methods that a program put onto modules."""
+    for hooks in _HOOKS:
+        for hook in getattr(torch.nn.modules.module, f"_global{hooks}").values():
+            _refuse(hook, "every module", "hook")
+    for name, module in model.named_modules():
+        for hook in (h for hooks in _HOOKS for h in getattr(module, hooks).values()):
+            _refuse(hook, name or "the model", "hook")
+        if "forward" in vars(module):
+            _refuse(vars(module)["forward"], name or "the model", "forward")
 
 
 def own_code(model: Any) -> tuple[tuple[str, str], ...]:
@@ -30,6 +45,17 @@ def own_code(model: Any) -> tuple[tuple[str, str], ...]:
             if not _is_known(code):
                 own.setdefault(name, {})[code.__qualname__] = _digest(code)
     return (("code", json.dumps(own, sort_keys=True)),) if own else ()
+
+
+def _refuse(function: Any, place: str, what: str) -> None:
+    for code in _chain(function):
+        if not _is_known(code):
+            name = getattr(code, "__qualname__", type(code).__qualname__)
+            raise Unsupported(
+                f"{place} has a {what} of its own, {_home(code)}.{name}, which may change what is"
+                " computed",
+                f"take the {what} off while kvsnap loads and saves, and run the model without it",
+            )
 
 
 def _chain(function: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from blake3 import blake3
 from transformers import PreTrainedConfig
 
-from kvsnap.engines.transformers_code import own_code
+from kvsnap.engines.transformers_code import check_code, own_code
 from kvsnap.engines.transformers_layers import plain
 from kvsnap.engines.transformers_probe import rope_parameters
 from kvsnap.engines.transformers_weights import weights_digest
@@ -64,6 +64,7 @@ def check_model(model: Any) -> None:
             f"this model takes more than text ({inner[0]}), and none of its token ids tells where",
             "use kvsnap with its text model alone",
         )
+    check_code(plain(model))
     for facts in rope_parameters(config.get_text_config(decoder=True)):
         if facts.get("rope_type") in _LENGTH_DECIDES:
             raise Unsupported(

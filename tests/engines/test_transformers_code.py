@@ -1,9 +1,11 @@
-"""Code that is not the known packages' own: hooks, patched methods, classes, tokens in front."""
+"""Code that is not the known packages' own: classes, forwards put onto classes, tokens in front."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from kvsnap.engines.transformers_identity import check_model
 from kvsnap.formats.errors import Unsupported
 
 pytestmark = pytest.mark.engine
+
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
@@ -35,14 +39,6 @@ def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
 
 def identity(model: Any) -> str:
     return Transformers(model).identity(64, lambda path: "").canonical()
-
-
-def steer(module: Any, arguments: Any, result: torch.Tensor) -> torch.Tensor:
-    return result + 1.0
-
-
-def before(module: Any, arguments: Any) -> None:
-    """Might put anything in the arguments' place."""
 
 
 OWN = """
@@ -83,23 +79,34 @@ def test_classes_without_a_source_are_told_apart_as_well() -> None:
     assert made(lambda self, ids: ids * 2) != made(twice)
 
 
+@pytest.mark.parametrize("wrapped", ["not", "as if it were the class's own", "by torch"])
 def test_a_forward_that_was_put_onto_a_class_is_another_model(
-    monkeypatch: pytest.MonkeyPatch,
+    wrapped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny()
     plain, forward = identity(model), LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, hidden) * 2)
+
+    def doubled(self: Any, hidden: torch.Tensor) -> Any:
+        return forward(self, hidden) * 2
+
+    wrap = {
+        "not": lambda function: function,
+        "as if it were the class's own": functools.wraps(forward),
+        "by torch": torch.no_grad(),
+    }[wrapped]
+    monkeypatch.setattr(LlamaMLP, "forward", wrap(doubled))
     assert identity(model) != plain
 
 
 class Virtual(LlamaForCausalLM):
     """Puts a token in front, as prompt tuning does."""
 
-    def forward(self, input_ids: Any = None, **more: Any) -> Any:
+    def forward(self, input_ids: Any, cache: Any = None, use_cache: bool = True, **_: Any) -> Any:
         embedded = self.get_input_embeddings()(input_ids)
-        front = embedded[:, :1] if more["cache"].get_seq_length() == 0 else embedded[:, :0]
-        more = {name: more[name] for name in ("cache", "use_cache")}
-        return super().forward(inputs_embeds=torch.cat([front, embedded], 1), **more)
+        front = embedded[:, : int(cache.get_seq_length() == 0)]
+        return super().forward(
+            inputs_embeds=torch.cat([front, embedded], 1), use_cache=use_cache, **{CACHE: cache}
+        )
 
 
 def test_tokens_that_a_model_puts_in_front_are_refused() -> None:
@@ -112,3 +119,24 @@ def test_a_model_that_takes_pixels_which_no_token_stands_for_is_refused() -> Non
     model.config = GitConfig()
     with pytest.raises(Unsupported, match=r"more than text \(vision_config\)"):
         check_model(model)
+
+
+@pytest.mark.parametrize("what", ["hook", "pre-hook", "forward"])
+def test_what_a_program_put_onto_a_module_is_refused_until_it_is_gone(what: str) -> None:
+    """Activation steering: the same weights, other rows."""
+    model = tiny()
+    layer = model.model.layers[0]
+    if what == "forward":
+        own = layer.forward
+        layer.forward = lambda *given, **more: own(*given, **more)
+    elif what == "hook":
+        handle = layer.register_forward_hook(lambda module, given, out: None)
+    else:
+        handle = layer.register_forward_pre_hook(lambda module, given: None)
+    with pytest.raises(Unsupported, match="of its own"):
+        Transformers(model)
+    if what == "forward":
+        del layer.forward
+    else:
+        handle.remove()
+    Transformers(model)

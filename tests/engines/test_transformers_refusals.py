@@ -110,6 +110,13 @@ def padded(model: Any, ids: list[int], pads: int) -> DynamicCache:
     return forward(model, np.array(ids, np.int64), attention_mask=mask, position_ids=positions)
 
 
+def test_padding_that_was_masked_without_moving_positions_is_refused(store: Any) -> None:
+    model, ids = make(), [7] * 20 + IDS[:100].tolist()
+    mask = torch.tensor([[0] * 20 + [1] * 100])
+    with pytest.raises(Unsupported, match="not that of the sequence alone"):
+        save(store, model, forward(model, ids, attention_mask=mask), ids)
+
+
 def test_padding_whose_embedding_is_zero_is_seen_behind_it(store: Any) -> None:
     model = make()
     model.model.embed_tokens.weight.data[510] = 0.0

@@ -63,7 +63,7 @@ def resume(job: dict[str, Any], model: Any) -> Any:
     for case in job["cases"]:
         cache, reused = load(store, model, case["prompt"], name=case["saved"])
         counted, new = 0, job["greedy"]
-        hook = model.get_input_embeddings().register_forward_hook(count)  # load refuses hooks
+        hook = model.get_input_embeddings().register_forward_hook(count)
         out = model.generate(
             torch.tensor([case["prompt"]]),
             **{CACHE: cache},
