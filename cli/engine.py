@@ -232,10 +232,6 @@ def count_more_tokens(store: Any, tenant_id: str, session: str, source: Any) -> 
     return int(len(record.token_ids) + more + ANSWER_ROOM)
 
 
-def require_llama() -> None:
-    require_engine("llama.cpp")
-
-
 def require_engine(name: str) -> None:
     """One clear line where the engine's package is missing; an unknown engine is refused later."""
     if name not in _PACKAGES:

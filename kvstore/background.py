@@ -9,14 +9,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from concurrent import futures
-from typing import cast
 
-from kvsnap.engines.base import Engine
 from kvsnap.formats.errors import IndexDamaged, StoreFull, Vanished
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.formats.session import SessionFile
-from kvsnap.kvstore.chain_writer import SLAB_BLOCKS, ChainWriter
+from kvsnap.kvstore.chain_writer import SLAB_BLOCKS, ChainWriter, RowSource
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import SaveReport
 from kvsnap.kvstore.retry import try_again
@@ -39,8 +37,7 @@ def take_out(saving: Saving, lease: Lease, hold: Callable[[SessionFile], None]) 
     missing = (block.start for block in wanted[front:] if not store.blocks.has(block.name))
     stop = len(wanted) * store.block_size
     rows = TakenRows(writer.engine, next(missing, stop), stop)
-    # A writer reads layout, ids and rows of its engine, and does nothing else to it.
-    taken = ChainWriter(store, cast("Engine", rows), writer.root, writer.codec)
+    taken = ChainWriter(store, rows, writer.root, writer.codec)
     taken.written, taken.states, taken.raw = writer.written, writer.states, writer.raw
     writer.start_anew()
     writer.waiting = []
@@ -64,7 +61,7 @@ class TakenRows:
     """What a `ChainWriter` asks of an engine, answered with rows that were taken out of it: those
     of the positions from `start` to the end of the last filled block."""
 
-    def __init__(self, engine: Engine, start: int, stop: int) -> None:
+    def __init__(self, engine: RowSource, start: int, stop: int) -> None:
         self.layout = engine.layout
         self._ids = engine.token_ids()
         self._start = start
@@ -79,6 +76,10 @@ class TakenRows:
             raise Vanished("a stored block was damaged while its session was saved", "save again")
         low, high = start - self._start, stop - self._start
         return {name: array[:, low:high] for name, array in self._rows.items()}
+
+    def export_state(self) -> Rows:
+        """None: a save takes its checkpoints out beforehand."""
+        return {}
 
 
 class Background:

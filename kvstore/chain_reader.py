@@ -136,14 +136,13 @@ class ChainReader:
         stop = match.tokens if own is None else own.record.tail_start
         if match.state is not None:
             stop = match.state.start
-        blocks_rows = self.engine.layout.of_blocks(landing.rows)
         if stop > held:
             done, miss = read_blocks(
                 self.store.blocks,
                 offer.root,
                 match.blocks,
                 self.engine.layout.in_blocks,
-                blocks_rows,
+                self.engine.layout.of_blocks(landing.rows),
                 held,
                 stop,
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvsnap.engines.base import Engine
 from kvsnap.formats.codecs import Codec, lossless
 from kvsnap.formats.errors import Vanished
 from kvsnap.formats.identity import Root
-from kvsnap.formats.layout import Rows
-from kvsnap.formats.names import ZERO_PARENT, chain_names
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import ZERO_PARENT, TokenIds, chain_names
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import Lease
@@ -19,8 +19,6 @@ from kvsnap.kvstore.store import Store
 
 SLAB_BLOCKS = 8
 """Blocks exported at once: memory beyond the engine's stays at a few blocks."""
-
-
 STATES_AT_ONCE = 4
 """State checkpoints that wait in memory to be stored; each may take some MB."""
 
@@ -33,10 +31,23 @@ class State:
     rows: Rows
 
 
+class RowSource(Protocol):
+    """What a writer asks of an engine, or of rows that were taken out of one."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def token_ids(self) -> TokenIds: ...
+
+    def export(self, start: int, stop: int) -> Rows: ...
+
+    def export_state(self) -> Rows: ...
+
+
 class ChainWriter:
     """Writes for one engine under one root, and counts what it wrote since `start_anew`."""
 
-    def __init__(self, store: Store, engine: Engine, root: Root, codec: Codec) -> None:
+    def __init__(self, store: Store, engine: RowSource, root: Root, codec: Codec) -> None:
         self.store, self.engine, self.root, self.codec = store, engine, root, codec
         self.waiting: list[State] = []
         """Checkpoints that are taken and not stored yet."""

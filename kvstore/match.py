@@ -112,13 +112,11 @@ def deepest_state(
     while parents:
         some, parents = parents[-_PARENTS_AT_ONCE:], parents[:-_PARENTS_AT_ONCE]
         for row in blocks.index.states(root.root_id, some, token_ids[:limit]):
-            ids = np.frombuffer(row.tokens, ">u4").astype(np.uint32)
             count = row.start // block_size
-            start = count * block_size  # not what the file says: its place in the chain decides
-            stop = start + len(ids)
-            if stop > limit or row.name in blocks.misses:
-                continue
-            if not np.array_equal(token_ids[start:stop], ids):
+            start = count * block_size  # a file that says another place is read, and found out
+            stop = start + len(row.tokens) // 4
+            ids = token_ids[start:stop]
+            if row.name in blocks.misses or big_endian(ids) != row.tokens:
                 continue
             parent = names[count - 1] if count else ZERO_PARENT
             state = Wanted(row.name, parent, start, ids, STATE)

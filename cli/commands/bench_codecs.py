@@ -148,9 +148,9 @@ def _runner(
 
         model = Float32Model(path, dtype.upper())
         return model, model.tokenize
-    from kvsnap.cli.engine import require_llama
+    from kvsnap.cli.engine import require_engine
 
-    require_llama()
+    require_engine("llama.cpp")
     from kvsnap.engines import LlamaCpp
     from kvsnap.engines.llamacpp_load import LoadOptions, load_llama
     from kvsnap.kvstore.measure.live import LiveModel

@@ -42,9 +42,9 @@ def command(app: App, model: Path | None, max_tokens: int) -> None:
     One process computes a long system prompt and saves it; a second one resumes it and answers a
     question; a third one answers the same without kvsnap. The store is a temporary folder.
     """
-    from kvsnap.cli.engine import require_llama
+    from kvsnap.cli.engine import require_engine
 
-    require_llama()
+    require_engine("llama.cpp")
     model = model or bundled_model()
     with (
         tempfile.TemporaryDirectory(prefix="kvsnap-demo-") as folder,

@@ -318,8 +318,9 @@ def load(
 ) -> tuple[DynamicCache, int]:
     """(cache, reused tokens): the longest stored prefix of one sequence, for `generate()` or a forward.
 
-    `input_ids`: a list, a tensor [tokens] or [1, tokens], or what a tokenizer returns. At least its last token is left to
-    compute. Each call makes a cache of its own. `name`: a stored session, whose tail counts, too.
+    `input_ids`: a list, a tensor [tokens] or [1, tokens], or what a tokenizer returns. At least the
+    last token is left to compute. Each call makes a cache of its own. `name`: a stored session, whose
+    tail counts, too.
     """
     ids, engine = sequence_of(input_ids), Transformers(model)
     engine._for_one_call = True
@@ -351,8 +352,10 @@ def save(
     """
     if cache is None:
         raise UsageError("there is no cache to save", "give the DynamicCache that the model filled")
+    checked = False
     if row is not None or attention_mask is not None:
-        engine = _of_row(model, cache, token_ids, 0 if row is None else row, attention_mask)
+        number = 0 if row is None else row
+        engine, checked = _of_row(model, cache, token_ids, number, attention_mask)
     else:
         engine = Transformers(model, cache, sequence_of(token_ids))
     engine._for_one_call = True
@@ -360,17 +363,21 @@ def save(
     if codec is None and held != EXACT:
         codec = held
     session = Session(store, engine, name, tenant=tenant, codec=codec)
-    if held == EXACT:
+    if held == EXACT and not checked:
         check_rows(engine)
     report = session.save(notes)
     cache._kvsnap_model = engine.cache._kvsnap_model
     return report
 
 
-def _of_row(model: Any, cache: Any, token_ids: Any, row: int, mask: Any) -> Transformers:
+def _of_row(
+    model: Any, cache: Any, token_ids: Any, row: int, mask: Any
+) -> tuple[Transformers, bool]:
+    """An engine over one row, and whether all of it was computed again."""
     rows = CacheRows(model, layer_groups(model))
     ids, padding = row_of(rows.batch(cache), token_ids, row, mask)
     engine = Transformers(model, one_row(rows, cache, row, padding), ids)
-    if padding or rows.batch(cache) > 1:
+    doubtful = padding > 0 or rows.batch(cache) > 1
+    if doubtful:
         check_row(engine)
-    return engine
+    return engine, doubtful

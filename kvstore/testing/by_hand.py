@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsnap.formats.block import STATE, pack_block
+from kvsnap.formats.block import pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Array, Group, Layout, Plane
-from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, chain_names
+from kvsnap.formats.names import TokenIds, chain_names
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.store import Store
 
 SIZE = 16
@@ -53,10 +53,8 @@ def blocks_of(token_ids: TokenIds) -> list[Wanted]:
 
 def state_at(token_ids: TokenIds, position: int) -> Wanted:
     """The checkpoint after the first `position` tokens of a prompt."""
-    names = chain_names(ROOT.key, token_ids[:position], SIZE)
-    parent, start = names[-1] if names else ZERO_PARENT, len(names) * SIZE
-    rest = token_ids[start:position]
-    return Wanted(block_name(ROOT.key, parent, rest, STATE), parent, start, rest, STATE)
+    ids = token_ids[:position]
+    return state_at_end(ROOT.key, chain_names(ROOT.key, ids, SIZE), ids, SIZE)
 
 
 def noise(wanted: Wanted) -> dict[str, Array]:

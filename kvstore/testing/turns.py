@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.random import PCG64, Generator
@@ -24,6 +25,23 @@ class Turn:
     resumed: ResumeReport
     saved: SaveReport | None
     computed: int
+
+
+def resume_cases(
+    name: str, saved: Sequence[int], other: Sequence[int], block_size: int
+) -> list[dict[str, Any]]:
+    """Prompts around a saved one: exact, shorter, branching inside a block, longer; with the reuse that
+    each must have of an engine that can be cut anywhere. `other` are some 40 ids of another text."""
+    length, saved, other = len(saved), list(saved), list(other)
+    cases: list[dict[str, Any]] = [{"prompt": saved + other[:7], "reused": length}]
+    if length:
+        cases.append({"prompt": saved, "reused": length - 1})
+    if length > 1:
+        shorter = length // 2 + 1
+        cases.append({"prompt": saved[:shorter], "reused": shorter - 1})
+        branch = length - 1 if length < block_size else length - length % block_size - 20
+        cases.append({"prompt": saved[:branch] + other, "reused": branch})
+    return [{"saved": name, **case} for case in cases]
 
 
 def turn(

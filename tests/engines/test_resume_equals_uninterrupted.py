@@ -14,6 +14,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from kvsnap.testing.turns import resume_cases
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK = 64
@@ -35,20 +37,6 @@ def text(seed: int, length: int) -> list[int]:
     return [int(n) for n in np.random.default_rng(seed).integers(1000, 20000, length)]
 
 
-def cases_of(name: str, saved: list[int]) -> list[dict[str, Any]]:
-    """Exact, shorter, branching inside a block, longer; with the reuse that each must have."""
-    length, other = len(saved), text(99, 40)
-    cases = [{"prompt": saved + other[:7], "reused": length}]
-    if length:
-        cases.append({"prompt": saved, "reused": length - 1})
-    if length > 1:
-        shorter = length // 2 + 1
-        cases.append({"prompt": saved[:shorter], "reused": shorter - 1})
-        branch = length - 1 if length < BLOCK else length - length % BLOCK - 20
-        cases.append({"prompt": saved[:branch] + other, "reused": branch})
-    return [{"saved": name, **case} for case in cases]
-
-
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_logits_and_greedy_tokens_equal_an_uninterrupted_engine(
     kind: str,
@@ -57,7 +45,9 @@ def test_logits_and_greedy_tokens_equal_an_uninterrupted_engine(
     start: Callable[[str, dict[str, Any]], Callable[[], Any]],
 ) -> None:
     saved = {f"of {length}": text(length, length) for length in LENGTHS}
-    cases = [case for name, ids in saved.items() for case in cases_of(name, ids)]
+    cases = [
+        case for name, ids in saved.items() for case in resume_cases(name, ids, text(99, 40), BLOCK)
+    ]
     job = {
         "model": str(model),
         "store": str(tmp_path / "store"),

@@ -7,14 +7,13 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, cache_utils
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache, cache_utils
 
 import kvsnap
 from kvsnap.engines import Transformers, get_engine
@@ -23,34 +22,14 @@ from kvsnap.formats.errors import BadTokenIds, DoesNotFit, EngineError, Unsuppor
 from kvsnap.formats.identity import differences
 from kvsnap.formats.layout import PlaneRope
 from kvsnap.testing.engine_suite import EngineSuite
-from kvsnap.testing.turns import some_ids, turn
+from kvsnap.testing.tiny_llama import CACHE, tiny_llama
+from kvsnap.testing.turns import resume_cases, some_ids, turn
 
 pytestmark = pytest.mark.engine
 
 WORKER = Path(__file__).with_name("transformers_worker.py")
 BLOCK = 64
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-"""The argument's name changed between releases."""
 LENGTHS = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
-
-
-def tiny(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
-    """Random weights; grouped-query attention, four heads on two."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 500,
-            "max_position_embeddings": 512,
-            "eos_token_id": 499,
-            **settings,
-        }
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +43,7 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return tiny()
+    return tiny_llama()
 
 
 @pytest.fixture
@@ -100,21 +79,7 @@ class TestTransformersKeepsTheContract(EngineSuite):
         return Transformers(self.model, batch_size=32)
 
     def make_other_weights(self) -> Transformers:
-        return Transformers(tiny(seed=1))
-
-
-def cases_of(name: str, saved: list[int]) -> list[dict[str, Any]]:
-    """Exact, shorter, branching inside a block, longer; with the reuse that each must have."""
-    length, other = len(saved), [int(n) for n in some_ids(40, 99, 498)]
-    cases = [{"prompt": saved + other[:7], "reused": length}]
-    if length:
-        cases.append({"prompt": saved, "reused": length - 1})
-    if length > 1:
-        shorter = length // 2 + 1
-        cases.append({"prompt": saved[:shorter], "reused": shorter - 1})
-        branch = length - 1 if length < BLOCK else length - length % BLOCK - 20
-        cases.append({"prompt": saved[:branch] + other, "reused": branch})
-    return [{"saved": name, **case} for case in cases]
+        return Transformers(tiny_llama(seed=1))
 
 
 @pytest.mark.slow
@@ -124,7 +89,11 @@ def test_generate_in_a_new_process_equals_an_uninterrupted_model_bit_for_bit(
     model.save_pretrained(tmp_path / "model")
     # Every text has its own first token, so that none shares a prefix with another.
     saved = {f"of {n}": [(n * 7 + 1) % 499, *map(int, some_ids(n, n, 498))][:n] for n in LENGTHS}
-    cases = [case for name, ids in saved.items() for case in cases_of(name, ids)]
+    cases = [
+        case
+        for name, ids in saved.items()
+        for case in resume_cases(name, ids, some_ids(40, 99, 498).tolist(), BLOCK)
+    ]
     job = {
         "model": str(tmp_path / "model"),
         "dtypes": ["float32", "bfloat16", "float16"],
@@ -236,7 +205,7 @@ def test_loading_is_warm_in_one_process(model: Any, store: kvsnap.Store) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_are_the_bits_of_the_cache(dtype: torch.dtype) -> None:
-    engine = evaluated(tiny().to(dtype), some_ids(20, 1, 498))
+    engine = evaluated(tiny_llama().to(dtype), some_ids(20, 1, 498))
     rows = engine.export(3, 17)
     for number, layer in enumerate(engine.cache.layers):
         for plane, tensor in (("full.k", layer.keys), ("full.v", layer.values)):
@@ -281,7 +250,7 @@ def test_a_cache_of_another_type_is_refused(model: Any) -> None:
     with pytest.raises(Unsupported, match=r"keys are torch\.bfloat16"):
         Transformers(model, cache, ids)
     with pytest.raises(Unsupported, match="3 layers where this model's has others"):
-        Transformers(model, evaluated(tiny(num_hidden_layers=3), ids).cache, ids)
+        Transformers(model, evaluated(tiny_llama(num_hidden_layers=3), ids).cache, ids)
 
 
 def test_a_cache_that_others_changed_is_not_trusted_until_they_say_what_it_holds(
@@ -372,10 +341,10 @@ def test_the_layout_says_how_k_is_rotated(model: Any) -> None:
     assert planes["full.k"][1].rope == PlaneRope(pairing="halves", dims=16, base=10000.0)
     assert planes["full.v"][1].rope is None
     linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
-    rope = Transformers(tiny(rope_parameters=linear)).layout.planes()["full.k"][1].rope
+    rope = Transformers(tiny_llama(rope_parameters=linear)).layout.planes()["full.k"][1].rope
     assert rope == PlaneRope(pairing="halves", dims=16, base=5e5, scale=0.25)
     yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
-    assert Transformers(tiny(rope_parameters=yarn)).layout.planes()["full.k"][1].rope is None
+    assert Transformers(tiny_llama(rope_parameters=yarn)).layout.planes()["full.k"][1].rope is None
 
 
 def test_the_engine_is_in_the_table() -> None:
@@ -386,7 +355,7 @@ def test_what_the_identity_differs_in_is_told(model: Any) -> None:
     rope = {"rope_type": "default", "rope_theta": 20000.0}
     here, there = (
         Transformers(m).identity(64, lambda path: "").canonical()
-        for m in (model, tiny(rope_parameters=rope))
+        for m in (model, tiny_llama(rope_parameters=rope))
     )
     assert differences(here, there)[0][0] == "overrides"
     assert ("rope.base", "10000.0", "20000.0") in differences(here, there)

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import kvsnap
 from kvsnap.engines import Transformers
 from kvsnap.engines.transformers import load, save
 from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.names import token_array
+from kvsnap.testing.tiny_llama import CACHE, tiny_llama
 from kvsnap.testing.turns import some_ids
 
 pytestmark = pytest.mark.engine
 
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=500,
-        max_position_embeddings=512,
-        eos_token_id=499,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama()
 
 
 @pytest.fixture

@@ -5,36 +5,21 @@ from __future__ import annotations
 import functools
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GitConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GitConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvsnap.engines import Transformers
 from kvsnap.engines.transformers_code import own_code
 from kvsnap.engines.transformers_identity import check_model
 from kvsnap.formats.errors import Unsupported
+from kvsnap.testing.tiny_llama import CACHE, tiny_llama
 
 pytestmark = pytest.mark.engine
-
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-
-
-def tiny(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=100,
-        max_position_embeddings=256,
-    )
-    return kind(config).eval()
 
 
 def identity(model: Any) -> str:
@@ -64,15 +49,15 @@ def test_classes_of_ones_own_are_another_model_and_edited_ones_one_more(
         script = module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "script", script)
         spec.loader.exec_module(script)
-        codes.append(own_code(tiny(script.Own)))
+        codes.append(own_code(tiny_llama(script.Own)))
     assert "script.Own" in codes[0][0][1]
     assert codes[0] == codes[1] != codes[2]
-    assert own_code(tiny()) == ()
+    assert own_code(tiny_llama()) == ()
 
 
 def test_classes_without_a_source_are_told_apart_as_well() -> None:
     def made(forward: Any) -> Any:
-        return own_code(tiny(type("Made", (LlamaForCausalLM,), {"forward": forward})))
+        return own_code(tiny_llama(type("Made", (LlamaForCausalLM,), {"forward": forward})))
 
     once, twice = (lambda self, ids: [ids * n for n in (1, 2)]), (lambda self, ids: ids * 3)
     assert made(once) == made(once) != made(twice)
@@ -83,7 +68,7 @@ def test_classes_without_a_source_are_told_apart_as_well() -> None:
 def test_a_forward_that_was_put_onto_a_class_is_another_model(
     wrapped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny()
+    model = tiny_llama()
     plain, forward = identity(model), LlamaMLP.forward
 
     def doubled(self: Any, hidden: torch.Tensor) -> Any:
@@ -111,11 +96,11 @@ class Virtual(LlamaForCausalLM):
 
 def test_tokens_that_a_model_puts_in_front_are_refused() -> None:
     with pytest.raises(Unsupported, match="tokens of its own in front"):
-        Transformers(tiny(Virtual))
+        Transformers(tiny_llama(Virtual))
 
 
 def test_a_model_that_takes_pixels_which_no_token_stands_for_is_refused() -> None:
-    model = tiny()
+    model = tiny_llama()
     model.config = GitConfig()
     with pytest.raises(Unsupported, match=r"more than text \(vision_config\)"):
         check_model(model)
@@ -124,7 +109,7 @@ def test_a_model_that_takes_pixels_which_no_token_stands_for_is_refused() -> Non
 @pytest.mark.parametrize("what", ["hook", "pre-hook", "forward"])
 def test_what_a_program_put_onto_a_module_is_refused_until_it_is_gone(what: str) -> None:
     """Activation steering: the same weights, other rows."""
-    model = tiny()
+    model = tiny_llama()
     layer = model.model.layers[0]
     if what == "forward":
         own = layer.forward

@@ -8,30 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from kvsnap.engines import Transformers
 from kvsnap.engines.transformers_probe import run
 from kvsnap.engines.transformers_weights import weights_digest
 from kvsnap.formats.errors import Unsupported
+from kvsnap.testing.tiny_llama import tiny_llama
 
 pytestmark = pytest.mark.engine
-
-
-def tiny(**settings: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "vocab_size": 100,
-            "max_position_embeddings": 256,
-            **settings,
-        }
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def identity(model: Any) -> str:
@@ -41,21 +26,24 @@ def identity(model: Any) -> str:
 def test_equal_models_have_equal_identities_wherever_they_were_loaded_from(
     tmp_path: Any,
 ) -> None:
-    model = tiny()
+    model = tiny_llama()
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    assert identity(loaded) == identity(model) == identity(tiny())
+    assert identity(loaded) == identity(model) == identity(tiny_llama())
     assert identity(copy.deepcopy(model)) == identity(model)
 
 
 def test_the_attention_implementation_and_what_steers_generation_are_not_in_it() -> None:
-    model, other = tiny(), tiny(attn_implementation="eager", use_cache=False, eos_token_id=7)
+    model, other = (
+        tiny_llama(),
+        tiny_llama(attn_implementation="eager", use_cache=False, eos_token_id=7),
+    )
     other.config._name_or_path = "elsewhere"
     assert identity(other) == identity(model)
 
 
 def test_a_compiled_model_is_the_same_model() -> None:
-    model = tiny()
+    model = tiny_llama()
     assert identity(torch.compile(model, backend="eager")) == identity(model)
 
 
@@ -80,7 +68,7 @@ def swap(weight: torch.nn.Parameter) -> None:
 @pytest.mark.parametrize("change", [merge, replace, poke, swap])
 @pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "embed_tokens"])
 def test_a_change_of_weights_in_memory_changes_it(name: str, change: Any) -> None:
-    model = tiny()
+    model = tiny_llama()
     before = identity(model)
     assert identity(model) == before
     change(model.model.get_submodule(name).weight)
@@ -102,14 +90,14 @@ def test_a_change_of_weights_in_memory_changes_it(name: str, change: Any) -> Non
     ids=str,
 )
 def test_settings_that_decide_rows_change_it(settings: dict[str, Any]) -> None:
-    other = tiny(**settings)
+    other = tiny_llama(**settings)
     if "dtype" in settings:
         other = other.to(settings["dtype"])
-    assert identity(other) != identity(tiny())
+    assert identity(other) != identity(tiny_llama())
 
 
 def test_frequencies_that_somebody_changed_change_it() -> None:
-    model = tiny()
+    model = tiny_llama()
     before = identity(model)
     model.model.rotary_emb.inv_freq.mul_(1 + 1e-7)  # as another device computes them
     assert identity(model) == before
@@ -119,8 +107,8 @@ def test_frequencies_that_somebody_changed_change_it() -> None:
 
 def test_frequencies_of_another_precision_change_it() -> None:
     """`half()` rounds them, `from_pretrained(dtype=float16)` does not."""
-    rounded, kept = tiny().half(), tiny().half()
-    kept.model.rotary_emb.inv_freq = tiny().model.rotary_emb.inv_freq
+    rounded, kept = tiny_llama().half(), tiny_llama().half()
+    kept.model.rotary_emb.inv_freq = tiny_llama().model.rotary_emb.inv_freq
     assert identity(rounded) != identity(kept)
 
 
@@ -134,7 +122,7 @@ class Tuned(torch.nn.Linear):
 
 
 def test_adapters_and_their_state_are_in_it() -> None:
-    model = tiny()
+    model = tiny_llama()
     plain = identity(model)
     layer = model.model.layers[0].self_attn.q_proj
     layer.__class__ = Tuned
@@ -151,14 +139,14 @@ class Packed(torch.nn.Parameter):
 
 
 def test_weights_of_unknown_classes_are_refused_by_name() -> None:
-    model = tiny()
+    model = tiny_llama()
     model.model.norm.weight = Packed(model.model.norm.weight.data)
     with pytest.raises(Unsupported, match=r"class Packed .*\(model.norm.weight\)"):
         weights_digest(model)
 
 
 def test_weights_that_are_not_in_memory_are_refused() -> None:
-    model = tiny()
+    model = tiny_llama()
     model.model.norm.weight = torch.nn.Parameter(torch.empty(32, device="meta"))
     with pytest.raises(Unsupported, match=r"norm\.weight are not in memory"):
         weights_digest(model)
@@ -166,13 +154,13 @@ def test_weights_that_are_not_in_memory_are_refused() -> None:
 
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(Unsupported, match="training mode"):
-        Transformers(tiny().train())
+        Transformers(tiny_llama().train())
 
 
 def test_rope_that_follows_the_length_is_refused_or_bounded() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(Unsupported, match="'dynamic' a prefix depends on what follows"):
-        Transformers(tiny(rope_parameters=dynamic))
+        Transformers(tiny_llama(rope_parameters=dynamic))
     long = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -181,7 +169,7 @@ def test_rope_that_follows_the_length_is_refused_or_bounded() -> None:
         "long_factor": [2.0] * 8,
         "original_max_position_embeddings": 32,
     }
-    model = tiny(rope_parameters=long)
+    model = tiny_llama(rope_parameters=long)
     assert Transformers(model).capacity == 32
     ids = list(range(33))
     before = identity(model)

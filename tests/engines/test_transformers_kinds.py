@@ -18,13 +18,11 @@ from kvsnap.engines.transformers import Transformers, load, save
 from kvsnap.engines.transformers_probe import run as forward
 from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.testing.state_suite import StateEngineSuite
+from kvsnap.testing.tiny_llama import CACHE
 from kvsnap.testing.turns import some_ids
 
 pytestmark = pytest.mark.engine
 
-CACHE = (
-    "cache" if "cache" in signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
-)
 WINDOW = 32
 _LINEAR = getattr(cache_utils, "LinearAttentionLayer", None)
 STATES = _LINEAR is not None and "number_of_states" in signature(_LINEAR).parameters

@@ -6,24 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 import kvsnap
 from kvsnap.engines.llamacpp_load import vocabulary
 from kvsnap.engines.transformers import Transformers, load, save
 from kvsnap.engines.transformers_load import load_transformers
 from kvsnap.formats.errors import EngineError, NotFound, Unsupported
+from kvsnap.testing.tiny_llama import CACHE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 SAMPLE = Path(__file__).parents[2] / "samples" / "transformers_resume.py"
 TEXT = "The old library by the river opens at nine and closes at five, but on Sundays it rests. "
 CHAT = [{"role": "system", "content": TEXT * 4}, {"role": "user", "content": "When do you open?"}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers import (
     BatchEncoding,
     DynamicCache,
-    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -21,19 +19,14 @@ from transformers import (
 import kvsnap
 from kvsnap.engines.transformers import Transformers, load, save
 from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
+from kvsnap.testing.tiny_llama import CACHE, SIZES, tiny_llama
 from kvsnap.testing.turns import some_ids
 
 pytestmark = pytest.mark.engine
 
 IDS = some_ids(150, 1, 400)
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-SIZES: dict[str, Any] = {
+SPECIAL = {
     "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
     "pad_token_id": 511,
     "eos_token_id": 510,
@@ -41,9 +34,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make(kind: type[LlamaForCausalLM] = LlamaForCausalLM, **config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return kind(LlamaConfig(**{**SIZES, **config})).eval()
+def make(kind: type[LlamaForCausalLM] = LlamaForCausalLM, **config: Any) -> Any:
+    return tiny_llama(kind, **{**SPECIAL, **config})
 
 
 @pytest.fixture
@@ -128,7 +120,7 @@ def test_padding_whose_embedding_is_zero_is_seen_behind_it(store: Any) -> None:
 
 def test_padding_that_windows_have_lost_is_seen_at_the_positions_behind_it(store: Any) -> None:
     torch.manual_seed(0)
-    sizes = {name: size for name, size in SIZES.items() if name != "pad_token_id"}
+    sizes = {**SIZES, **SPECIAL, "pad_token_id": None}
     model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=32)).eval()
     ids = [510] * 20 + IDS[:100].tolist()
     with pytest.raises(Unsupported, match="not that of the sequence alone"):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import kvsnap
 from kvsnap.engines import Transformers
 from kvsnap.engines.transformers import load, save
 from kvsnap.testing.engine_suite import EngineSuite
+from kvsnap.testing.tiny_llama import CACHE, tiny_llama
 from kvsnap.testing.turns import some_ids
 
 pytestmark = [
@@ -23,23 +23,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 
-CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tiny(dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=500,
-        max_position_embeddings=512,
-        eos_token_id=None,
+    model = tiny_llama(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, eos_token_id=None
     )
-    return LlamaForCausalLM(config).eval().to(dtype).to(device)
+    return model.to(dtype).to(device)
 
 
 def identity(model: Any) -> str:
