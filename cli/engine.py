@@ -142,7 +142,7 @@ def refuse_options(options: Mapping[str, Any], absent: Mapping[str, Any]) -> Non
         if options[name] != value:
             raise UsageError(
                 f"--{name.replace('_', '-')} is an option of llama.cpp, not of {options['engine']}",
-                "leave it away: the model's own folder says how it is computed",
+                "leave it away: the model itself says how it is computed",
             )
 
 

@@ -28,7 +28,8 @@ class Chat:
         self.options, self.store = options, kvsnap.Store()
         llm = llama_cpp.Llama(str(options.model), n_ctx=options.ctx, verbose=False)
         self.engine = kvsnap.engines.LlamaCpp(llm)
-        self.open(options.session)
+        self.session = kvsnap.Session(self.store, self.engine)
+        self.do(f"/open {options.session}")
 
     def ask(self) -> str:
         try:
@@ -41,7 +42,7 @@ class Chat:
             (self.command if line.startswith("/") else self.say)(line) if line else None
         except KeyboardInterrupt:
             print("[stopped]")
-        except (kvsnap.KvsnapError, ValueError) as error:
+        except (kvsnap.KvsnapError, OSError, ValueError) as error:
             print(f"[{error}]")
 
     def open(self, name: str) -> None:
@@ -122,7 +123,7 @@ class Chat:
             self.open(name)
         elif word == "/edit" and rest and record:
             roles = [message["role"] for message in talk.stored_chat(record).messages]
-            last = len(roles) - 1 - roles[::-1].index("user")
+            last = max((n for n, role in enumerate(roles) if role == "user"), default=-1)
             self.answer(talk.edited_prompt(self.engine, record, last, rest))
         else:
             print(HELP)
@@ -135,10 +136,7 @@ def main() -> None:
     parser.add_argument("--system", type=Path, help="a file with the system prompt")
     parser.add_argument("--ctx", type=int, default=4096)
     parser.add_argument("--max-tokens", type=int, default=256)
-    options = parser.parse_args()
-    if options.system and not options.system.is_file():
-        parser.error(f"no file {options.system}")
-    chat = Chat(options)
+    chat = Chat(parser.parse_args())
     while (line := chat.ask()) != "/quit":
         chat.do(line)
     chat.record()

@@ -26,7 +26,7 @@ from kvsnap.engines.llamacpp_identity import (
 )
 from kvsnap.engines.llamacpp_memory import BYTE_POINTER, planes_of, state_bytes
 from kvsnap.engines.llamacpp_text import LlamaText
-from kvsnap.engines.llamacpp_window import guard_windows, is_empty, is_sure
+from kvsnap.engines.llamacpp_window import guard_windows, is_sure, note_empty
 from kvsnap.formats.errors import (
     BadTokenIds,
     Damaged,
@@ -228,7 +228,7 @@ class LlamaCpp(LlamaText):
         memory = llama_cpp.llama_get_memory(self.llm.ctx)
         if sequence == 0:
             llama_cpp.llama_memory_clear(memory, False)  # so that cells are taken from the first
-            is_empty(self.llm)
+            note_empty(self.llm)
         pointer = buffer.ctypes.data_as(BYTE_POINTER)
         read = llama_cpp.llama_state_seq_set_data(self.llm.ctx, pointer, buffer.nbytes, sequence)
         if sequence != 0:
@@ -250,7 +250,7 @@ class LlamaCpp(LlamaText):
         self.llm.n_tokens = tokens
         self.llm._requires_eval = True
         if tokens == 0:
-            is_empty(self.llm)
+            note_empty(self.llm)
 
     def evaluate(
         self, token_ids: TokenIds, step_done: Callable[[int], None] = lambda tokens: None

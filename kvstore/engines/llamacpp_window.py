@@ -45,7 +45,7 @@ def is_sure(llm: llama_cpp.Llama) -> bool:
     return bool(getattr(llm._ctx, "_kvsnap_sure", True))
 
 
-def is_empty(llm: llama_cpp.Llama) -> None:
-    """The context holds nothing any more: what comes is computed from the start, or restored."""
+def note_empty(llm: llama_cpp.Llama) -> None:
+    """To be called when the context holds nothing any more: what comes is computed from the start, or restored."""
     if hasattr(llm._ctx, "_kvsnap_sure"):
         llm._ctx._kvsnap_sure = True
