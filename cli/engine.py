@@ -45,7 +45,14 @@ class Loaded:
     """An engine, a session on it and how long loading took (weights digest included)."""
 
     def __init__(
-        self, app: App, options: Mapping[str, Any], tokens: int, session: str | None, tenant: Any
+        self,
+        app: App,
+        options: Mapping[str, Any],
+        tokens: int,
+        session: str | None,
+        tenant: Any,
+        *,
+        read_through: bool = False,
     ) -> None:
         from kvsnap.formats.codecs import get_codec
         from kvsnap.formats.interchange.ggml import ggml_type_named
@@ -60,7 +67,7 @@ class Loaded:
         except Unsupported as error:
             raise UsageError(error.what, error.hint) from error
         started = time.perf_counter()
-        self.store = app.store()
+        self.store = app.store(read_through=read_through)
         self.engine, self._close = load(options, tokens)
         with bar(app.out, "hashing the model", "bytes") as update:
             self.store.file_digest.progress = update
@@ -211,19 +218,18 @@ def count_all_tokens(
     tenant: Any,
     source: Any,
     engine: str = "llama.cpp",
+    *,
+    read_through: bool = False,
 ) -> int:
     """The same for what may be a session's next turn."""
-    from kvsnap.formats.tenant import tenant_id
-
     if session is None:
         return count_tokens(model, source, engine)
-    with app.store() as store:
-        return count_more_tokens(store, tenant_id(tenant), session, source)
+    with app.store(read_through=read_through) as store:
+        return _count_more_tokens(store.find_session(session, tenant).record, source)
 
 
-def count_more_tokens(store: Any, tenant_id: str, session: str, source: Any) -> int:
+def _count_more_tokens(record: Any, source: Any) -> int:
     """Tokens that a session and its next turn have at most: a token has at least one byte."""
-    record = store.sessions.load(tenant_id, session).record
     more = len(source.token_ids or ())
     if source.text is not None:
         more += len(source.text.encode())

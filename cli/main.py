@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
 
 from kvsnap.cli import interrupt
+from kvsnap.cli.foreign import printable, without_secrets
 from kvsnap.cli.output import Output
 from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
 
@@ -19,9 +23,13 @@ COMMANDS = {
     "demo": "The whole job on the bundled model, with its timings.",
     "doctor": "Say what is wrong with the store or the engines, and what to do.",
     "explain": "Why a prompt would hit or miss, token by token at the break.",
+    "export": "Write a session and its blocks into one file.",
     "gc": "Evict the least recently used blocks, and clean up.",
-    "ls": "List the sessions.",
+    "import": "Take a session from a file that export wrote.",
+    "ls": "List the sessions, here or in a remote.",
     "pin": "Keep a session or block from eviction.",
+    "pull": "Take a session from a remote; only what is missing moves.",
+    "push": "Bring a session to a remote; only what is missing moves.",
     "recompress": "Store a session's blocks by another codec.",
     "resume": "Restore a session (or a prompt's stored prefix) and continue it.",
     "rm": "Remove a session.",
@@ -30,11 +38,14 @@ COMMANDS = {
     "simulate": "Replay a workload or trace through the store's own eviction policy.",
     "stats": "Sizes, sharing, hits.",
     "unpin": "Let go of what was pinned.",
-    "verify": "Check the files of the store, or of one session.",
+    "verify": "Check the files of the store, of one session, or of a remote.",
 }
-"""Name → one line of help; cli/commands/NAME.py is imported when the command runs."""
+"""Name → one line of help; cli/commands/NAME.py is imported when the command runs (import_.py for
+`import`, which Python could not import by name)."""
 
 INTERRUPTED = 130
+MAX_LINE = 2000
+"""Characters of an error: a file or a server may say more than a person reads."""
 
 
 class LazyGroup(click.Group):
@@ -50,7 +61,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.table:
             return None
-        module = import_module(f"kvsnap.cli.commands.{self.prefix}{cmd_name}")
+        file = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        module = import_module(f"kvsnap.cli.commands.{self.prefix}{file}")
         command: click.Command = module.command
         own = {option.name for option in command.params}  # simulate has a --capacity of blocks
         if "json" not in own:
@@ -120,11 +132,22 @@ class App:
     def store_path(self) -> str | None:
         return self.settings.get("store")
 
-    def store(self, *, min_free: str | None = None) -> Any:
+    def store(self, *, min_free: str | None = None, read_through: bool = False) -> Any:
+        """`read_through`: what is missing in it is looked for in KVSNAP_REMOTE, where that is set."""
         from kvsnap.cli.progress import when_it_starts
         from kvsnap.kvstore.store import Store
 
-        store = Store(self.store_path, capacity=self.settings.get("capacity"), min_free=min_free)
+        remote = None
+        if read_through:
+            from kvsnap.kvstore.remotes import default_url
+
+            remote = default_url()
+        store = Store(
+            self.store_path,
+            capacity=self.settings.get("capacity"),
+            min_free=min_free,
+            remote=remote,
+        )
         if store.problem:
             self.out.warn(store.problem)
         store.progress = when_it_starts(self.out, "building the index anew", "files")
@@ -186,14 +209,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _report(error: KvsnapError) -> int:
-    click.echo(f"error: {error.what}", err=True)
+    """`what` may quote what a remote says, and what stood on the command line."""
+    click.echo(f"error: {printable(without_secrets(error.what), MAX_LINE)}", err=True)
     if error.hint:
-        click.echo(f"  {error.hint}", err=True)
+        click.echo(f"  {printable(error.hint, MAX_LINE)}", err=True)
     return error.exit_code
 
 
 def _interrupted() -> int:
     click.echo("interrupted; what was stored before is kept", err=True)
+    # Requests of a remote that does not answer: at its end Python would wait for their timeout.
+    if sum(not thread.daemon for thread in threading.enumerate()) > 1:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(INTERRUPTED)
     return INTERRUPTED
 
 

@@ -24,7 +24,8 @@ def bar(out: Output, title: str, unit: str) -> Iterator[Callable[[int, int], Non
     amount = (
         DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.0f}/{task.total:.0f}")
     )
-    columns = (TextColumn(title), BarColumn(), amount, TextColumn(unit), TimeRemainingColumn())
+    last = () if unit == "bytes" else (TextColumn(unit),)
+    columns = (TextColumn(title), BarColumn(), amount, *last, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=1)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Container, Packed, Tensor, pack, parse
 from kvsnap.formats.errors import Damaged
@@ -28,6 +26,7 @@ from kvsnap.formats.identity import EXACT, layout_of
 from kvsnap.formats.layout import Layout, Ranges, Rows
 from kvsnap.formats.names import TokenIds, extra
 from kvsnap.formats.rowset import (
+    Targets,
     content_digest,
     content_of,
     contiguous,
@@ -101,10 +100,11 @@ class BlockFile:
         """Of the model, all groups."""
         return layout_of(self.record.identity)
 
-    def decode_into(self, layout: Layout, out: Mapping[str, np.ndarray]) -> None:
-        """Fill the arrays of the file's part of the model's layout."""
+    def decode_into(self, layout: Layout, out: Targets, tokens: slice | None = None) -> None:
+        """Fill the targets of the file's part of the model's layout. `tokens`: which of the block's
+        tokens they hold; None: all."""
         part, ranges = self.record.part(layout), self.record.ranges(layout)
-        decode_rows(self.codec, part, self.tensors, out, ranges)
+        decode_rows(self.codec, part, self.tensors, out, ranges, tokens)
 
     def check_content(self) -> None:
         """Decode and compare the `content` digest: what verify does, and a read does not."""

@@ -32,7 +32,7 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 _MAX_DIMENSIONS = 8
 """Rows have four. Without a bound, one header's product of sizes takes hours to compute."""
 _MAX_NUMBER = 2**63 - 1
-_ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
+_ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4, "U64": 8}
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,16 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[tuple[str, Tensor]]) -> 
     digest = hasher.hexdigest()
     head = _DIGEST_FIELD.sub(f'"file":"{digest}"'.encode("ascii"), head, count=1)
     return Packed((head, *data), len(head) + offset, digest)
+
+
+def described_size(head: bytes) -> int:
+    """How long the file is that begins so, by its header, which must be in `head` whole."""
+    start = header_size(head[: _LENGTH.size])
+    if start > len(head):
+        raise Damaged(f"a header of {start} bytes")
+    header = parse_header(head[_LENGTH.size : start])
+    header.pop("__metadata__", None)
+    return start + max((_span(name, entry)[2] for name, entry in header.items()), default=0)
 
 
 def check_file_digest(buffer: memoryview) -> str:

@@ -11,6 +11,10 @@ KvsnapError                 it did not work                                     
 │   ├── StoreReadOnly       nothing can be written there
 │   ├── IndexDamaged        the index was damaged and thrown away; the next use builds it anew
 │   └── Vanished            what a save stood on went from the store meanwhile
+├── RemoteError             a remote does not do what was asked
+│   ├── RemoteDown          no answer in time, or a failure that may pass: worth trying again
+│   └── RemoteDenied        the remote wants other credentials
+├── Diverged                a session went on elsewhere, with other tokens; neither is a newer one
 ├── EngineError             the engine did not do what was asked
 ├── DoesNotFit              more tokens than the engine's context holds
 └── PartlyDone              some of it worked, and what did is kept                   exit 3
@@ -77,6 +81,23 @@ class IndexDamaged(StoreError):
 
 class Vanished(StoreError):
     """A block or an unfinished file went away between two steps of a save: do it again."""
+
+
+class RemoteError(KvsnapError):
+    """A remote does not do what was asked of it."""
+
+
+class RemoteDown(RemoteError):
+    """No connection, no answer in time, or a failure that may pass. Says nothing about what the
+    remote holds."""
+
+
+class RemoteDenied(RemoteError):
+    """The remote refuses these credentials, or this operation to them."""
+
+
+class Diverged(KvsnapError):
+    """Two sessions of one name hold different tokens, and neither goes on from the other."""
 
 
 class EngineError(KvsnapError):

@@ -148,6 +148,15 @@ def root_of(identity: Identity | str, tenant: Tenant | None = None) -> Root:
     return Root(key, blake3(key, derive_key_context="kvsnap root id").hexdigest(), canonical)
 
 
+def root_behind(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:
+    """The root of a file's identity, where the keys at hand give its root id; else it stays unknown."""
+    for candidate in (None, tenant) if tenant else (None,):
+        root = root_of(identity, candidate)
+        if root.root_id == root_id:
+            return root
+    return None
+
+
 def with_fidelity(canonical: str, fidelity: str) -> str:
     """A canonical identity from a file, of another fidelity, in the same canonical form."""
     record = parse_identity(canonical) | {"fidelity": fidelity}

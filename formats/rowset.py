@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -12,10 +13,13 @@ from blake3 import blake3
 from kvsnap.formats.codecs import Codec, Stretch, get_codec
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, KvsnapError, Unsupported
-from kvsnap.formats.layout import Layout, Ranges, Rows
+from kvsnap.formats.layout import Array, Layout, Plane, Ranges, Rows
 
 MAX_DECODED = 2**31
 """A block of 1,024 tokens of a 405B model in f32 has half of this."""
+Targets: TypeAlias = Mapping[str, Any]
+"""`GROUP.PLANE` → where its rows go, or a view of that: an array as in `Rows`, or a torch tensor of
+elements on a device, [layers, tokens, heads, dim]."""
 
 
 def contiguous(rows: Rows) -> dict[str, np.ndarray]:
@@ -61,25 +65,64 @@ def decode_rows(
     codec: Codec,
     layout: Layout,
     tensors: Mapping[str, Tensor],
-    out: Mapping[str, np.ndarray],
+    out: Targets,
     ranges: int | Ranges,
+    tokens: slice | None = None,
 ) -> None:
-    """Fill `out` (arrays or views as the layout says) from a file's tensors."""
+    """Fill `out` from a file's tensors. `tokens`: which of the file's tokens `out` holds; None: all."""
     left = set(tensors)
     for name, (_, plane) in layout.planes().items():
-        own = {key for key in left if key == name or key.startswith(name + ".")}
-        stored = {key[len(name) :]: tensors[key] for key in own}
+        keys = {key for key in left if key == name or key.startswith(name + ".")}
+        stored = {key[len(name) :]: tensors[key] for key in keys}
         try:
-            codec.decode(Stretch(name, plane, _first(ranges, name)), stored, out[name])
+            count = out[name].shape[1] if isinstance(ranges, int) else len(ranges[name])
+            own = slice(0, count) if tokens is None else tokens
+            at = Stretch(name, plane, _first(ranges, name))
+            _decode(codec, at, stored, out[name], count, own)
         except (KvsnapError, MemoryError):
             raise
         except Exception as error:  # another package's codec: a miss, and no word about the file
             raise Unsupported(
                 f"codec {codec.id} failed on plane {name}: {type(error).__name__}: {error}"
             ) from error
-        left -= own
+        left -= keys
     if left:
         raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
+
+
+def on_host(rows: Any) -> Array:
+    """Rows of either kind of target as an array; of a tensor its bytes."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    from kvsnap.formats.codecs.on_device import bytes_of
+
+    return bytes_of(rows)
+
+
+def put_rows(plane: Plane, rows: Array, out: Any) -> None:
+    """Write rows that are in host memory into a target of either kind."""
+    if isinstance(out, np.ndarray):
+        out[...] = rows
+    else:
+        from kvsnap.formats.codecs.on_device import put, tensor_of
+
+        put(tensor_of(plane, rows, str(out.device)), out)
+
+
+def _decode(
+    codec: Codec, at: Stretch, stored: Mapping[str, Tensor], out: Any, count: int, tokens: slice
+) -> None:
+    """Of `count` tokens that are stored, those that `out` holds."""
+    if not isinstance(out, np.ndarray):
+        from kvsnap.formats.codecs.on_device import decode
+
+        decode(codec, at, stored, out, count, tokens)
+    elif tokens == slice(0, count):
+        codec.decode(at, stored, out)
+    else:
+        whole = np.empty(at.plane.memory_shape(out.shape[0], count), at.plane.memory_dtype)
+        codec.decode(at, stored, whole)
+        out[...] = whole[:, tokens]
 
 
 def _first(ranges: int | Ranges, name: str) -> int:

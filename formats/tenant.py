@@ -44,6 +44,11 @@ def tenant_id(tenant: Tenant | None) -> str:
     return tenant.tenant_id if tenant else NO_TENANT_ID
 
 
+def is_tenant_id(text: str) -> bool:
+    """Whether it can stand in a path as the id of a tenant."""
+    return text == NO_TENANT_ID or re.fullmatch(r"[0-9a-f]{64}", text) is not None
+
+
 def parse_key(data: bytes) -> Tenant:
     """Read a key file's content: 64 hex characters (white space around them), or 32 raw bytes."""
     text = data.strip()

@@ -7,20 +7,19 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kvsnap.formats.block import BlockFile, BlockRecord, pack_block, parse_block
 from kvsnap.formats.codecs import Codec
-from kvsnap.formats.container import MAX_HEADER, check_file_digest
+from kvsnap.formats.container import MAX_HEADER, Packed, check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Ranges, Rows
 from kvsnap.formats.names import TokenIds
-from kvsnap.kvstore import files
+from kvsnap.formats.rowset import Targets
+from kvsnap.kvstore import events, files
 from kvsnap.kvstore.compare import COLLISION, difference
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.index import FAILED, Index, Row
@@ -143,8 +142,48 @@ class Blocks:
         """
         if not anew and self.has(wanted.name):
             return 0
-        record = wanted.record(root)
-        packed = pack_block(record, codec, layout, rows)
+        packed = pack_block(wanted.record(root), codec, layout, rows)
+        events.block_encoded(rows, packed.size)
+        return self._publish(root, wanted, codec, packed, lease, anew=anew)
+
+    def adopt(
+        self,
+        root: Root,
+        wanted: Wanted,
+        buffer: memoryview,
+        lease: Lease | None = None,
+        content: str | None = None,
+    ) -> int:
+        """Store a file that came from elsewhere, its bytes as they are, after every check down to
+        the decoded rows; returns bytes written. Its parent is stored. `content`: the digest that its
+        rows were said to have.
+
+        Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for
+        another version or a codec that is not here.
+        """
+        if self.has(wanted.name):
+            return 0
+        digest = check_file_digest(buffer)
+        block = parse_block(buffer)
+        found = difference(block.record, root, wanted)
+        if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
+            raise Damaged(found or "the file is another block's")
+        block.check_content()
+        if content not in (None, block.content):
+            raise Damaged("its rows are not those that were named")
+        packed = Packed((buffer,), len(buffer), digest)
+        return self._publish(root, wanted, block.codec, packed, lease)
+
+    def _publish(
+        self,
+        root: Root,
+        wanted: Wanted,
+        codec: Codec,
+        packed: Packed,
+        lease: Lease | None,
+        *,
+        anew: bool = False,
+    ) -> int:
         path = self.place.block(wanted.name)
         with self.space.write(packed, wanted.name) as room:
             files.make_dir(path.parent)
@@ -154,13 +193,14 @@ class Blocks:
             with self.index.transaction() as db:
                 there = not anew and self._already_there(root, wanted)
                 if not there:
-                    self.index.insert(db, record, packed.size, codec.id)
+                    self.index.insert(db, wanted.record(root), packed.size, codec.id)
                 if lease is not None:
                     lease.move(db, wanted.name, deeper=True)
                 if not there:
                     if files.is_folder(path):
                         self.place.set_aside(path, "a folder stood in the file's place")
                     room.publish(db, path)
+                    events.block_written(packed.size)
         self.misses.pop(wanted.name, None)
         self._doubtful.discard(wanted.name)
         self._see(wanted.name)
@@ -171,30 +211,25 @@ class Blocks:
         root: Root,
         wanted: Wanted,
         layout: Layout,
-        out: Mapping[str, np.ndarray],
+        out: Targets,
         tokens: slice,
     ) -> None:
         """Decode rows [tokens) of one block into `out`, after every check. Raises `Miss`.
 
-        `layout` is that of blocks, without the groups that have a span. `wanted.token_ids` may be fewer than the block's for a sibling that shares only its front;
-        the file must then begin with them and its name must follow from all its ids.
+        `layout` is that of blocks, without the groups that have a span. `wanted.token_ids` may be
+        fewer than the block's for a sibling that shares only its front; the file must then begin
+        with them and its name must follow from all its ids.
         """
         if self.ram is not None and self.ram.read_into(root, wanted, layout, out, tokens):
+            events.block_found_in_memory()
             return
         block = self._load(root, wanted, layout, self.place.block_size)
-        count = len(block.record.token_ids)
         try:
-            if tokens == slice(0, count):
-                block.decode_into(layout, out)
-                return
-            whole = layout.empty(count)
-            block.decode_into(layout, whole)
+            block.decode_into(layout, out, tokens)
         except Unsupported as error:  # says nothing against the file
             raise self._missed(root, wanted, error.what, aside=False) from error
         except Damaged as error:
             raise self._missed(root, wanted, error.what, aside=True, decode=True) from error
-        for name, array in out.items():
-            array[...] = whole[name][:, tokens]
 
     def read_state(self, root: Root, wanted: Wanted, layout: Layout) -> Rows:
         """The rows of a state checkpoint, of all groups of the model's layout. Raises `Miss`."""
@@ -249,6 +284,7 @@ class Blocks:
             block = parse_block(buffer)
             self._compare(block.record, root, wanted)
             self._see(wanted.name)
+            events.block_read(len(buffer))
         except Miss as miss:
             raise self._missed(root, wanted, miss.reason, aside=False) from None
         except FileNotFoundError as error:
@@ -292,6 +328,7 @@ class Blocks:
         self, root: Root, wanted: Wanted, reason: str, *, aside: bool, decode: bool = False
     ) -> Miss:
         """`decode`: it was the rows that could not be decoded, which no digest tells."""
+        events.block_missed(reason, against_file=aside)
         fits = _fits(root, wanted)
         intact = aside and self.set_aside(wanted.name, reason, fits, decode=decode)
         self.misses[wanted.name] = reason

@@ -25,6 +25,8 @@ from kvsnap.kvstore.curve import Curve, curve_from_json
 from kvsnap.kvstore.place import Place, change_settings
 
 KEY = "break_even"
+NOT_WORTH = "not worth it"
+"""How a reason begins that says so."""
 TIERS = ("memory", "disk", "cold")
 """Host memory; files in the system's page cache; files that have to come from the device."""
 MARGIN = 2.0
@@ -81,12 +83,17 @@ class BreakEven:
     records: Mapping[str, Record]
     problems: tuple[str, ...] = ()
 
+    def here(self, key: str) -> Record | None:
+        """What was measured on this machine."""
+        record = self.records.get(key)
+        return record if record is not None and record.machine == this_machine() else None
+
     def worth(
         self, key: str, held: int, reusable: int, prompt_tokens: int, tier: str = "disk"
     ) -> Verdict:
         """Whether to restore positions [held, reusable) of a prompt, or to compute them."""
-        record = self.records.get(key)
-        if record is None or record.machine != this_machine() or reusable <= held:
+        record = self.here(key)
+        if record is None or reusable <= held:
             return Verdict(True)
         restoring = record.restoring(held, reusable, tier)
         computing = record.computing(held, reusable, prompt_tokens)
@@ -95,7 +102,7 @@ class BreakEven:
         tokens = reusable - held
         return Verdict(
             False,
-            f"not worth it: restoring {tokens} token{'s' * (tokens > 1)} takes about"
+            f"{NOT_WORTH}: restoring {tokens} token{'s' * (tokens > 1)} takes about"
             f" {_ms(restoring)}, computing them {_ms(computing)}",
         )
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvsnap.engines.base import Engine, Landing
 from kvsnap.formats.errors import Damaged, EngineError, StoreError
-from kvsnap.formats.identity import Root
+from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix
+from kvsnap.formats.rowset import put_rows
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore.blocks import Miss, Wanted
-from kvsnap.kvstore.break_even import key_of
+from kvsnap.kvstore.break_even import NOT_WORTH, key_of
 from kvsnap.kvstore.fidelity import mark_lossy
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.match import Match, longest_usable, tail_reach
+from kvsnap.kvstore.match import Match, chain, longest_usable, tail_reach
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
+
+REMOTE = "remote: "
+"""How a line begins that says why the remote could not be asked."""
 
 
 @dataclass
@@ -43,6 +48,12 @@ class _Offer:
     root: Root
     match: Match
     tail: int
+    here: int | None = None
+    """How many of the blocks are in this store, where the others are to come from a remote."""
+
+    @property
+    def to_come(self) -> tuple[Wanted, ...]:
+        return () if self.here is None else self.match.blocks[self.here :]
 
     @property
     def tokens(self) -> int:
@@ -84,7 +95,9 @@ class ChainReader:
                 lease.keep(deepest.name, wait=False)
             landing, filled, missed = self._fill(offer, held, result)
             if missed is not None:
-                result.damage.append(missed)
+                if not (result.skipped and missed.endswith(result.skipped)):
+                    result.damage.append(missed)
+                del landing  # its memory, perhaps a device's, is needed for the next one
                 continue
             if self.store.blocks.ram is not None:
                 rows = self.engine.layout.of_blocks(landing.rows)
@@ -110,8 +123,34 @@ class ChainReader:
         except StoreError as error:
             result.damage.append(error.what)
             return _Offer(root, Match(0, ()), 0)
+        match, here = self._with_remote(root, names, ids, limit, match, result)
         record = result.own.record if result.own else None
-        return _Offer(root, match, tail_reach(record, root, match, ids, limit, size))
+        return _Offer(root, match, tail_reach(record, root, match, ids, limit, size), here)
+
+    def _with_remote(
+        self,
+        root: Root,
+        names: list[bytes],
+        ids: TokenIds,
+        limit: int,
+        match: Match,
+        result: Restored,
+    ) -> tuple[Match, int | None]:
+        """The match with what the remote has beyond it, and how many of its blocks are here. Models
+        that go on from state checkpoints only do not read through: a session's are pulled."""
+        through, size = self.store.through, self.store.block_size
+        depth = match.tokens // size
+        if through is None or self.engine.layout.needs_state or result.tokens // size > depth:
+            return match, None
+        whole = through.reach(names, depth, min(limit // size, len(names)))
+        problem = through.take_problem()
+        if problem.startswith(NOT_WORTH):
+            result.skipped = problem
+        elif problem:
+            result.damage.append(f"{REMOTE}{problem}")
+        if whole <= depth:
+            return match, None
+        return Match(whole * size, tuple(chain(names, ids, size, whole))), depth
 
     def _is_worth_it(self, offer: _Offer, held: int, prompt_tokens: int, result: Restored) -> bool:
         """Whether restoring is not clearly slower than computing, where that was measured here."""
@@ -125,27 +164,29 @@ class ChainReader:
             prompt_tokens,
             "memory" if from_memory else "disk",
         )
-        result.skipped = verdict.reason
+        result.skipped = verdict.reason or result.skipped
         return verdict.worth
 
     def _fill(self, offer: _Offer, held: int, result: Restored) -> tuple[Landing, int, str | None]:
         """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
         match, tail, total = offer.match, offer.tail, offer.tokens
-        landing = self.engine.landing(total, held)
+        landing = self._landing(offer.root, total, held)
         own = result.own if tail else None
         stop = match.tokens if own is None else own.record.tail_start
         if match.state is not None:
             stop = match.state.start
         if stop > held:
-            done, miss = read_blocks(
-                self.store.blocks,
-                offer.root,
-                match.blocks,
-                self.engine.layout.in_blocks,
-                self.engine.layout.of_blocks(landing.rows),
-                held,
-                stop,
-            )
+            with self._fetching(offer, result) as wait:
+                done, miss = read_blocks(
+                    self.store.blocks,
+                    offer.root,
+                    match.blocks,
+                    self.engine.layout.in_blocks,
+                    self.engine.layout.of_blocks(landing.rows),
+                    held,
+                    stop,
+                    wait,
+                )
             if miss is not None:
                 return landing, done, str(miss)
         if match.state is not None:
@@ -160,9 +201,34 @@ class ChainReader:
                 result.own = None
                 return landing, stop, f"tail of session {own.record.name!r}: it has no rows"
             start = max(stop, held)
+            planes = self.engine.layout.planes()
             for name, rows in rows_of_tail.items():
-                landing.rows[name][:, start - held :] = rows[:, start - stop : tail - stop]
+                own_rows = rows[:, start - stop : tail - stop]
+                put_rows(planes[name][1], own_rows, landing.rows[name][:, start - held :])
         return landing, total, None
+
+    @contextlib.contextmanager
+    def _fetching(self, offer: _Offer, result: Restored) -> Iterator[Callable[[bytes], str | None]]:
+        """What to wait with for blocks that are on their way from the remote."""
+        through = self.store.through
+        if through is None or not offer.to_come:
+            yield lambda name: None
+            return
+        record = self.store.break_even.here(key_of(offer.root.identity))
+
+        def computing(start: int, stop: int) -> float | None:
+            return None if record is None else record.computing(start, stop, stop + 1)
+
+        with through.fetch(offer.root, offer.to_come, computing) as fetching:
+            yield fetching.wait
+        result.skipped = fetching.slow or result.skipped
+
+    def _landing(self, root: Root, stop: int, start: int) -> Landing:
+        """On the device where that saves host memory and copies: codes are smaller than rows. Not
+        with a tier in memory, which keeps decoded rows so that nothing is decoded twice."""
+        if root.fidelity == EXACT or self.store.blocks.ram is not None:
+            return self.engine.landing(stop, start)
+        return self.engine.lossy_landing(stop, start)
 
     def _fill_state(
         self, root: Root, state: Wanted, landing: Landing, held: int
@@ -174,10 +240,10 @@ class ChainReader:
         except Miss as miss:
             return landing, held, str(miss)
         tail = layout.in_blocks.planes()
-        for name, array in rows.items():
+        for name, (_, plane) in layout.planes().items():
             if name not in tail:
-                landing.rows[name][...] = array
+                put_rows(plane, rows[name], landing.rows[name])
             elif state.stop > max(held, state.start):
-                own = array[:, max(held - state.start, 0) :]
-                landing.rows[name][:, max(state.start, held) - held :] = own
+                own = rows[name][:, max(held - state.start, 0) :]
+                put_rows(plane, own, landing.rows[name][:, max(state.start, held) - held :])
         return landing, state.stop, None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvsnap.kvstore import files
+from kvsnap.kvstore import events, files
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place
@@ -124,6 +124,7 @@ class Eviction:
             with contextlib.suppress(OSError):
                 self.place.block(victim.name).unlink()
                 gone.append(victim)
+                events.block_evicted(victim.bytes)
                 need -= victim.bytes
         with self.index.transaction() as db:
             for victim in gone:
@@ -149,6 +150,7 @@ class Eviction:
                 for victim in going:
                     if self.unfinished.finish(db, victim.name) and victim.bytes:
                         freed.blocks.append(victim.name)
+                        events.block_evicted(victim.bytes)
                         freed.bytes += victim.bytes
             progress(min(at + BATCH, len(plan.blocks)), len(plan.blocks))
         return freed

@@ -53,9 +53,17 @@ def chain(
 
 def state_at_end(root_key: bytes, names: Sequence[bytes], token_ids: TokenIds, size: int) -> Wanted:
     """The state checkpoint at the end of a sequence, whose filled blocks have these names."""
-    start = len(names) * size
-    parent, tail = names[-1] if names else ZERO_PARENT, token_ids[start:]
-    return Wanted(block_name(root_key, parent, tail, STATE), parent, start, tail, STATE)
+    return state_at(root_key, names, token_ids, len(token_ids), size)
+
+
+def state_at(
+    root_key: bytes, names: Sequence[bytes], token_ids: TokenIds, position: int, size: int
+) -> Wanted:
+    """The same after the first `position` tokens."""
+    depth = position // size
+    parent = names[depth - 1] if depth else ZERO_PARENT
+    tail = token_ids[depth * size : position]
+    return Wanted(block_name(root_key, parent, tail, STATE), parent, depth * size, tail, STATE)
 
 
 def longest_prefix(

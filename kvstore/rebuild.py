@@ -16,6 +16,7 @@ from typing import Any
 from kvsnap.formats.block import BlockRecord, block_record
 from kvsnap.formats.container import Container, Tensor, header_size, parse_header
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Vanished
+from kvsnap.formats.fields import digest_field
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore import files
@@ -37,6 +38,9 @@ class Found:
     codec: str
     size: int
     mtime_ns: int
+    file: bytes
+    content: bytes
+    """Its two digests, as it states them."""
 
 
 def block_paths(place: Place) -> Iterator[Path]:
@@ -61,7 +65,12 @@ def read_record(path: Path) -> Found:
     finally:
         os.close(handle)
     return Found(
-        block_record(container, ids), container.field("codec"), status.st_size, status.st_mtime_ns
+        block_record(container, ids),
+        container.field("codec"),
+        status.st_size,
+        status.st_mtime_ns,
+        digest_field(container, "file"),
+        digest_field(container, "content"),
     )
 
 

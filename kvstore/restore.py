@@ -8,13 +8,12 @@ prefix and the rest is tried again without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout
+from kvsnap.formats.rowset import Targets
 from kvsnap.kvstore.blocks import Blocks, Miss, Wanted
 
 MAX_THREADS = 8
@@ -26,11 +25,13 @@ def read_blocks(
     root: Root,
     wanted: Sequence[Wanted],
     layout: Layout,
-    out: Mapping[str, np.ndarray],
+    out: Targets,
     start: int,
     stop: int,
+    wait: Callable[[bytes], str | None] = lambda name: None,
 ) -> tuple[int, Miss | None]:
     """Fill `out`, whose first row is position `start`, up to `stop` from blocks in chain order.
+    `wait` returns when a block that is on its way is here, or why it will not be.
 
     Returns (tokens, miss): `tokens` is how far the rows are right, `stop` unless a block was
     missed. Rows from there on are undefined.
@@ -41,6 +42,9 @@ def read_blocks(
         low, high = max(start, block.start), min(stop, block.start + len(block.token_ids))
         views = {name: array[:, low - start : high - start] for name, array in out.items()}
         tokens = slice(low - block.start, high - block.start)
+        lost = wait(block.name)
+        if lost is not None:
+            return Miss(block.name, lost)
         try:
             blocks.read_into(root, block, layout, views, tokens)
         except Miss as miss:

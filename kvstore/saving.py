@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvsnap.formats.errors import NotAllStored, PartlyDone, SessionMoved, StoreFull
 from kvsnap.formats.session import SessionFile, SessionRecord
+from kvsnap.kvstore import events
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_writer import ChainWriter, State
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import SaveReport
 from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.store import Store
+
+if TYPE_CHECKING:
+    from kvsnap.kvstore.sharing.behind import Behind
 
 
 @dataclass
@@ -30,21 +35,27 @@ class Saving:
     states: Sequence[State] = ()
     _partly: list[PartlyDone] = field(default_factory=list)
 
+    @events.counts_save("session")
     def write(self, lease: Lease) -> SaveReport:
         """Raises `PartlyDone` with the report where not all of it could be done."""
         # Of an earlier try only this is still true.
         self._partly = [found for found in self._partly if isinstance(found, SessionMoved)]
-        name, revision = None, 0
+        name, revision, replaced = None, 0, ""
         if self.new is None:
             self._put(lease)
             stored = len(self.wanted)
             self.store.sync([block.name for block in self.wanted])
         else:
+            replaced = self.new.started_from[1]
             record, stored = self._replace(self.new, lease)
+            if record.name != self.new.record.name:  # stored beside: nothing was replaced
+                replaced = ""
             name, revision = record.name, record.revision
             if self.pinned:
                 self.store.pins.pin_session(record.tenant_id, record.name)
         self.store.index.write_notes()
+        if self.store.behind is not None:
+            self._send(self.store.behind, name, replaced)
         report = SaveReport(
             session=name,
             revision=revision,
@@ -63,6 +74,12 @@ class Saving:
             self._partly[-1].report = report
             raise self._partly[-1]
         return report
+
+    def _send(self, behind: Behind, name: str | None, replaced: str) -> None:
+        if self.new is not None and name is not None:
+            behind.send_session(self.new.record.tenant_id, name, replaced)
+        else:
+            behind.send_chain([block.name for block in self.wanted])
 
     def _replace(self, new: NextVersion, lease: Lease) -> tuple[SessionRecord, int]:
         """What the session is now, and how many blocks of its chain are stored."""

@@ -25,6 +25,7 @@ from kvsnap.formats.names import TokenIds, chain_names, common_prefix, token_arr
 from kvsnap.formats.session import SessionFile, SessionRecord, plain_notes
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore import events
 from kvsnap.kvstore.background import Background
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.branch import branch_session
@@ -125,6 +126,7 @@ class Session:
         return common_prefix(stored, token_ids) < len(stored)
 
     @alone
+    @events.counts_resume
     def resume(self, token_ids: Sequence[int] | TokenIds, *, leave: int = 1) -> ResumeReport:
         """Put the longest stored prefix of `token_ids` into the engine, in place of what it holds.
 
@@ -210,6 +212,7 @@ class Session:
         return self._coding.has_lossy_only(report)
 
     @alone
+    @events.counts_save("blocks")
     def put_filled(self) -> None:
         """Store the filled blocks that the engine holds and the store lacks; no session file.
 
@@ -362,7 +365,7 @@ class Session:
         if self.name is None:
             return
         try:
-            self._hold(self.store.sessions.load(self.tenant_id, self.name))
+            self._hold(self.store.find_session(self.name, self.tenant))
         except NotFound:
             pass
         except (Damaged, StoreError) as error:

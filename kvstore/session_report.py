@@ -6,7 +6,7 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.names import TokenIds
 from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant
-from kvsnap.kvstore.chain_reader import Restored
+from kvsnap.kvstore.chain_reader import REMOTE, Restored
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import why_reuse_ended
 
@@ -26,7 +26,8 @@ def stopped_by(
     if found.tokens == len(ids) - leave:
         return "whole prompt: the last token is always computed"
     if found.damage:
-        return f"damaged: {found.damage[-1]}"
+        last = found.damage[-1]
+        return last if last.startswith(REMOTE) else f"damaged: {last}"
     if found.skipped:
         return found.skipped
     if found.beyond > found.tokens:

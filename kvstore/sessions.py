@@ -78,7 +78,12 @@ class Sessions:
     ) -> Iterator[Draft]:
         """Write a session file to tmp/, to be published when its blocks are stored: it must not be
         they that take its room. Raises `StoreFull` where there is none."""
-        packed = pack_session(record, codec, layout, tail)
+        with self.draft_of(record, pack_session(record, codec, layout, tail)) as draft:
+            yield draft
+
+    @contextlib.contextmanager
+    def draft_of(self, record: SessionRecord, packed: Packed) -> Iterator[Draft]:
+        """The same of a file that is packed already, its bytes as they are."""
         with self.space.write(packed) as room:
             yield Draft(record, packed, room)
 

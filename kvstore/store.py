@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvsnap.formats.codecs import compiled
-from kvsnap.formats.errors import Damaged, Vanished
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, UsageError, Vanished
 from kvsnap.formats.identity import parse_identity
+from kvsnap.formats.session import SessionFile
+from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore import files
 from kvsnap.kvstore.blocks import Blocks
 from kvsnap.kvstore.break_even import BreakEven
@@ -32,6 +35,11 @@ from kvsnap.kvstore.space import Space
 from kvsnap.kvstore.unfinished import fill_unfinished
 from kvsnap.kvstore.weights import FileDigests
 
+if TYPE_CHECKING:
+    from kvsnap.kvstore.remotes.base import Remote
+    from kvsnap.kvstore.sharing.behind import Behind
+    from kvsnap.kvstore.sharing.through import Through
+
 
 class Store:
     """Open a store; nothing is created before something is written.
@@ -39,7 +47,9 @@ class Store:
     `path` defaults to KVSNAP_STORE or the platform's user cache folder. Any number of threads and
     processes may use one folder. `capacity` and `min_free` are sizes like "20GB" (see budget.py for
     where else they may come from); `ram` is the size of a tier of decoded blocks in memory, for a
-    process that resumes again and again. Raises `StoreError` where the folder cannot be one and
+    process that resumes again and again. `remote` (a URL, or one that is open) is asked for what is
+    missing here; with `write_behind` what is saved goes there, too, in the background: `flush` and
+    `close` wait for that, and raise what went wrong. Raises `StoreError` where the folder cannot be one and
     `Unsupported` for another format version.
     """
 
@@ -50,6 +60,8 @@ class Store:
         capacity: str | int | None = None,
         min_free: str | int | None = None,
         ram: str | int | None = None,
+        remote: str | Remote | None = None,
+        write_behind: bool = False,
     ) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
@@ -78,6 +90,14 @@ class Store:
         self.calibrations = Calibrations(self.place, self.index, self.space)
         self.listing = SessionList(self.place, self.index)
         self.file_digest = FileDigests(self.index)
+        self.through: Through | None = None
+        """Where what is missing here is looked for."""
+        self.behind: Behind | None = None
+        """Where what is saved goes."""
+        if remote is not None:
+            self._connect(remote, write_behind)
+        elif write_behind:
+            raise UsageError("write_behind needs a remote", "give its URL: remote=...")
 
     @functools.cached_property
     def break_even(self) -> BreakEven:
@@ -116,10 +136,50 @@ class Store:
             if not self.index.mark_synced(due):
                 raise gone
 
+    def find_session(self, name: str, tenant: Tenant | None) -> SessionFile:
+        """A session of this store, or of its remote, from where it is pulled. Raises `NotFound`, or
+        `Damaged` with the file left alone."""
+        try:
+            return self.sessions.load(tenant_id(tenant), name)
+        except NotFound:
+            if self.through is None:
+                raise
+        try:
+            self.through.bring_session(name, tenant)
+        except KvsnapError:
+            with contextlib.suppress(NotFound):  # another process may have brought it meanwhile
+                return self.sessions.load(tenant_id(tenant), name)
+            raise
+        return self.sessions.load(tenant_id(tenant), name)
+
+    def flush(self) -> None:
+        """Wait until what was saved is in the remote, where it goes there in the background. Raises
+        the first error since the last time; what it was about is pushed again by the next save."""
+        if self.behind is not None:
+            self.behind.flush()
+
     def close(self) -> None:
-        self.index.write_notes()
-        self.index.close()
-        self.owner.release()
+        try:
+            if self.behind is not None:
+                self.behind.close()
+        finally:
+            if self.through is not None:
+                self.through.close()
+            self.index.write_notes()
+            self.index.close()
+            self.owner.release()
+
+    def _connect(self, remote: str | Remote, write_behind: bool) -> None:
+        # Imported here: most stores have no remote, and obstore alone takes 50 ms.
+        from kvsnap.kvstore.remotes import open_remote
+        from kvsnap.kvstore.sharing.behind import Behind
+        from kvsnap.kvstore.sharing.through import OPTIONS, Through
+
+        near = open_remote(remote, OPTIONS) if isinstance(remote, str) else remote
+        self.through = Through(self, near)
+        if write_behind:
+            patient = open_remote(remote) if isinstance(remote, str) else remote
+            self.behind = Behind(self, patient)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvsnap.formats.block import BlockRecord, parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError
-from kvsnap.formats.identity import Root, parse_identity, root_of
+from kvsnap.formats.identity import parse_identity, root_behind
 from kvsnap.formats.names import block_name, chain_names
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import SUFFIX
@@ -146,7 +146,7 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
         if store.place.block(record.name) != path:
             raise Damaged(f"the file holds block {record.name.hex()[:12]}…")
         _check_fidelity(record)
-        root = _root_of(record.identity, record.root_id, tenant)
+        root = root_behind(record.identity, record.root_id, tenant)
         if root is not None:
             own = block_name(root.key, record.parent, record.token_ids, record.extras)
             if own != record.name:
@@ -172,7 +172,7 @@ def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> Se
         session.check_talk()
         record = session.record
         _check_fidelity(record)
-        root = _root_of(record.identity, record.root_id, tenant)
+        root = root_behind(record.identity, record.root_id, tenant)
         if root is not None:
             names = chain_names(root.key, record.token_ids, record.block_size)
             if tuple(names) != record.chain:
@@ -187,15 +187,6 @@ def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> Se
 def _check_fidelity(record: BlockRecord | SessionRecord) -> None:
     if parse_identity(record.identity).get("fidelity") != record.fidelity:
         raise Damaged("the file's fidelity is not that of its identity")
-
-
-def _root_of(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:
-    """The root behind a file, where the keys at hand give its root id; else it stays unknown."""
-    for candidate in (None, tenant) if tenant else (None,):
-        root = root_of(identity, candidate)
-        if root.root_id == root_id:
-            return root
-    return None
 
 
 def _session_paths(store: Store) -> Iterator[Path]:

@@ -61,6 +61,10 @@ def test_layers_import_downwards_only(path: Path) -> None:
         return  # the root package exports from all layers, lazily
     used = {name.split(".")[1] for name in imports(path) if name.startswith("kvsnap.")}
     if layer(path) == "kvstore":
+        if "remotes" in path.parts:  # a remote knows neither store nor engines
+            own = {n for n in imports(path) if n.startswith("kvsnap.kvstore")}
+            assert all(n.startswith("kvsnap.kvstore.remotes") for n in own)
+            assert used <= {"formats", "kvstore"}
         # The store knows the engines' contract, never an engine.
         concrete = {n for n in imports(path) if n.startswith("kvsnap.engines.llamacpp")}
         assert not concrete

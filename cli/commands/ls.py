@@ -1,4 +1,4 @@
-"""`kvsnap ls`: the sessions of the store."""
+"""`kvsnap ls`: the sessions of the store, or of a remote."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ import click
 
 from kvsnap.cli import units
 from kvsnap.cli.main import App
+from kvsnap.cli.remote import opened, remote_argument
 from kvsnap.formats.tenant import NO_TENANT_ID
 
 
 @click.command("ls")
+@remote_argument
 @click.pass_obj
-def command(app: App) -> None:
-    """List the sessions, the one saved last first."""
+def command(app: App, remote: str | None) -> None:
+    """List the sessions, the one saved last first; or those of REMOTE, the one pushed last first."""
+    if remote is not None:
+        from kvsnap.cli.remote_sessions import list_sessions
+
+        with opened(remote) as there:
+            list_sessions(app, there)
+        return
     with app.store() as store:
         rows = [_row(entry) for entry in store.listing]
     rows.sort(key=lambda row: row["saved"], reverse=True)

@@ -105,8 +105,10 @@ def command(
             "there is nothing to resume", "name a session (kvsnap ls), or give a prompt"
         )
     require_engine(options["engine"])
-    tokens = count_all_tokens(app, options["model"], session, tenant, source, options["engine"])
-    loaded = Loaded(app, options, tokens + max_tokens, session, tenant)
+    tokens = count_all_tokens(
+        app, options["model"], session, tenant, source, options["engine"], read_through=True
+    )
+    loaded = Loaded(app, options, tokens + max_tokens, session, tenant, read_through=True)
     record: SessionRecord | None = None
     try:
         if session is not None:

@@ -81,9 +81,8 @@ def command(
     if max_kl is not None and options["codec"] is not None:
         raise UsageError("--max-kl chooses the codec", "give --max-kl or --codec, not both")
     require_engine(options["engine"])
-    loaded = Loaded(
-        app, options, count_tokens(options["model"], source, options["engine"]), session, tenant
-    )
+    tokens = count_tokens(options["model"], source, options["engine"])
+    loaded = Loaded(app, options, tokens, session, tenant, read_through=True)
     try:
         made = new_prompt(loaded.engine, source, answer=False)
         by_kl = max_kl is not None

@@ -8,15 +8,27 @@ import click
 
 from kvsnap.cli import units
 from kvsnap.cli.main import App
+from kvsnap.formats.errors import UsageError
 
 
 @click.command("stats")
+@click.option(
+    "--prometheus",
+    is_flag=True,
+    help="As Prometheus text, for the textfile collector of node_exporter.",
+)
 @click.pass_obj
-def command(app: App) -> None:
+def command(app: App, prometheus: bool) -> None:
     """Sizes, sharing, hits."""
+    from kvsnap.kvstore.metrics import store_text
     from kvsnap.kvstore.stats import stats
 
+    if prometheus and app.out.as_json:
+        raise UsageError("--prometheus and --json exclude each other", "give one of them")
     with app.store() as store:
+        if prometheus:
+            app.out.text(store_text(store), newline=False)
+            return
         found = stats(store)
     if app.out.as_json:
         app.out.json(dataclasses.asdict(found))

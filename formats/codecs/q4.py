@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
@@ -48,6 +48,9 @@ from kvsnap.formats.codecs.uniform import (
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.layout import ELEMENT_BYTES, Array
+
+if TYPE_CHECKING:
+    import torch
 
 LEVEL = 1
 """Of zstd: on one block 3 and 9 gave 2 to 9 % more bytes."""
@@ -107,6 +110,28 @@ class Q4(Codec):
                 step = scale[layer, group, None]
                 write_products(at.plane.dtype, part, step, out[layer, some], factor)
         escape.restore(at, stored, out)
+
+    def decode_on(
+        self, device: str, at: Stretch, stored: Mapping[str, Tensor], layers: int, tokens: int
+    ) -> torch.Tensor:
+        """Codes go over after zstd: half of the bytes, and they become rows there."""
+        if ".codes" not in stored:
+            return super().decode_on(device, at, stored, layers, tokens)
+        from kvsnap.formats.codecs import on_device
+
+        check_elements(self.id, at)
+        check_names(self.id, stored, _CODED, (*_CODED, *escape.NAMES), escape.NAMES)
+        sides = _read_steps(at, stored, layers, tokens)
+        scale, centre, finer = (on_device.carried(part, device) for part in sides)
+        codes = np.empty(at.plane.file_shape(layers, tokens), np.int8)
+        read_frame(stored, ".codes", codes.reshape(-1).view(np.uint8))
+        often = finer[..., None, None]
+        whole = on_device.carried(codes, device)
+        whole += on_device.of_tokens(centre, tokens) << often  # modulo 256
+        steps = on_device.of_tokens(scale, tokens) * on_device.carried(_HALVED, device)[often.int()]
+        rows = on_device.products(whole, steps, at.plane.dtype)
+        kept, exact = escape.kept_rows(at, stored, (layers, tokens))
+        return on_device.replaced(rows, kept, at.plane, exact)
 
     def max_error(self, at: Stretch, rows: Array) -> Array:
         """Half a step; for BF16, whose products are rounded, a step. Kept tokens have none."""

@@ -93,11 +93,9 @@ class Q8(Codec):
         check_elements(self.id, at)
         check_names(self.id, stored, _CODED, (*_CODED, *escape.NAMES), escape.NAMES)
         codes, scale = _read(at, stored, layers, tokens)
-        if _by_channel(at, tokens):
-            steps = np.repeat(scale, GROUP, axis=1)[:, :tokens]
-        else:
-            steps = scale[..., None]
-        rows = on_device.products(codes, steps, at.plane.dtype, device)
+        steps = on_device.carried(scale, device)
+        steps = on_device.of_tokens(steps, tokens) if _by_channel(at, tokens) else steps[..., None]
+        rows = on_device.products(on_device.carried(codes, device), steps, at.plane.dtype)
         kept, exact = escape.kept_rows(at, stored, (layers, tokens))
         return on_device.replaced(rows, kept, at.plane, exact)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvsnap.engines.llama_cache import LlamaCache
     from kvsnap.formats.errors import KvsnapError
     from kvsnap.formats.tenant import Tenant
+    from kvsnap.kvstore import metrics
     from kvsnap.kvstore.reports import ResumeReport, SaveReport
     from kvsnap.kvstore.session import Session
     from kvsnap.kvstore.store import Store
@@ -36,6 +37,8 @@ _EXPORTS = {
     "Tenant": "kvsnap.formats.tenant",
 }
 
+_MODULES = {"engines": "kvsnap.engines", "metrics": "kvsnap.kvstore.metrics"}
+
 __all__ = [
     "KvsnapError",
     "LlamaCache",
@@ -45,12 +48,13 @@ __all__ = [
     "Store",
     "Tenant",
     "engines",
+    "metrics",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "engines":
-        return import_module("kvsnap.engines")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'kvsnap' has no attribute {name!r}")

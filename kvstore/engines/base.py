@@ -8,7 +8,7 @@ engine, what it cannot restore exactly (media, other caches' layouts): better a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from blake3 import blake3
 from kvsnap.formats.identity import EXACT, Identity
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds, common_prefix, token_array
+from kvsnap.formats.rowset import Targets, on_host
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,13 @@ class Landing:
     """The one buffer that an engine's load will take, and views of it to fill with rows.
 
     `rows`: plane → [layers, stop - start, row], writable, not necessarily contiguous. Of groups
-    with a span: what belongs to position `stop`, as `Layout.ranges_at` says.
+    with a span: what belongs to position `stop`, as `Layout.ranges_at` says. Arrays in host memory;
+    those of `lossy_landing` may be on a device, see `Targets`.
     """
 
     start: int
     stop: int
-    rows: Mapping[str, np.ndarray]
+    rows: Targets
     buffer: object
 
 
@@ -53,11 +55,12 @@ MARKS = 64
 """How many such are remembered of one engine."""
 
 
-def digest_of(rows: Rows, token: int) -> str:
-    """BLAKE3 over one token's rows, plane after plane in the order of their names."""
+def digest_of(rows: Targets, token: int) -> str:
+    """BLAKE3 over one token's rows, plane after plane in the order of their names; the same wherever
+    they are."""
     hasher = blake3()
     for name in sorted(rows):
-        hasher.update(np.ascontiguousarray(rows[name][:, token]).data.cast("B"))
+        hasher.update(np.ascontiguousarray(on_host(rows[name][:, token])).data.cast("B"))
     return hasher.hexdigest()
 
 
@@ -129,6 +132,11 @@ class Engine(ABC):
     @abstractmethod
     def landing(self, stop: int, start: int = 0) -> Landing:
         """A buffer for the rows of positions [start, stop); the engine is not touched."""
+
+    def lossy_landing(self, stop: int, start: int = 0) -> Landing:
+        """As `landing`, for rows that a lossy codec is going to decode: an engine on a device may
+        have them there, so that codes are carried over and rows never are."""
+        return self.landing(stop, start)
 
     @abstractmethod
     def load(self, landing: Landing, token_ids: TokenIds) -> None:

@@ -198,6 +198,12 @@ class Transformers(TransformersText):
     def landing(self, stop: int, start: int = 0) -> Landing:
         return Landing(start, stop, self._rows.landing(start, stop), None)
 
+    def lossy_landing(self, stop: int, start: int = 0) -> Landing:
+        """On the GPU, as far as `CacheRows.device_landing` says."""
+        if not self.on_gpu:
+            return self.landing(stop, start)
+        return Landing(start, stop, self._rows.device_landing(start, stop), None)
+
     def load(self, landing: Landing, token_ids: TokenIds) -> None:
         start, stop = landing.start, len(token_ids)
         if stop > self.capacity:

@@ -14,8 +14,12 @@ import torch
 from kvsnap.engines.transformers_layers import Kept, LayerGroup, check_cache, filled, make_cache
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.layout import Array, Layout, Ranges, Rows
+from kvsnap.formats.rowset import Targets
 from kvsnap.kvstore.host_memory import HostMemory
 
+_DECODING = 2**28
+"""Bytes of a device that are left for decoding: eight threads, each with codes, float32 factors and
+products and the rows of one block's plane, some 30 MB where the model is large."""
 _SIGNED = {2: np.int16, 4: np.int32}
 _MAKE_ANEW = "make the cache anew: DynamicCache(config=model.config)"
 
@@ -26,8 +30,8 @@ class CacheRows:
     def __init__(self, model: Any, groups: Sequence[LayerGroup]) -> None:
         self.model, self.groups = model, tuple(groups)
         self.layout = Layout(groups=tuple(g.group for g in self.groups))
-        devices = {device.type for g in self.groups for device in g.devices}
-        self.on_gpu = "cuda" in devices
+        self._gpus = {d for g in self.groups for d in g.devices if d.type == "cuda"}
+        self.on_gpu = bool(self._gpus)
         self._memory = HostMemory(pinned=self.on_gpu)
         self._classes = [type(layer) for layer in make_cache(model).layers]
 
@@ -101,8 +105,33 @@ class CacheRows:
         """Arrays that `put` takes, to be filled."""
         return self._take(self.layout, self.layout.ranges_at(start, stop))
 
+    def device_landing(self, start: int, stop: int) -> dict[str, Any]:
+        """As `landing`, but rows of full attention are tensors on their device. Not of layers that are
+        spread over several devices; and none where a device has no room for them and for what `put`
+        makes of them."""
+        there = [g for g in self.groups if g.kind == "full" and len(set(g.devices)) == 1]
+        others = Layout(groups=tuple(g.group for g in self.groups if g not in there))
+        try:
+            # Workers that decode are not in the caller's inference mode, and could not write there.
+            with torch.inference_mode(mode=False):
+                rows: dict[str, Any] = {
+                    f"{group.group.name}.{kept.plane}": torch.empty(
+                        (len(group.numbers), stop - start, *kept.shape),
+                        dtype=kept.dtype,
+                        device=group.devices[0],
+                    )
+                    for group in there
+                    for kept in group.kept
+                }
+            room = [_room(group, stop) for group in there]
+        except RuntimeError:  # how torch says that a device has no memory
+            return dict(self.landing(start, stop))
+        del room
+        self._wait()  # for work that uses this memory still, which workers are not behind
+        return {**rows, **self._take(others, self.layout.ranges_at(start, stop))}
+
     @torch.no_grad()
-    def put(self, cache: Any, start: int, rows: Rows, stop: int) -> None:
+    def put(self, cache: Any, start: int, rows: Targets, stop: int) -> None:
         """Make a cache hold its first `start` tokens, then the rows up to `stop`, and the state there.
 
         Its layers are made anew, and put into it when all is on its device."""
@@ -198,11 +227,12 @@ class CacheRows:
                 target.copy_(source[0], non_blocking=self._memory.pinned)
 
     def _placed(
-        self, group: LayerGroup, kept: Kept, rows: Rows, order: int, tokens: int
+        self, group: LayerGroup, kept: Kept, rows: Targets, order: int, tokens: int
     ) -> torch.Tensor:
         """One layer's tensor on its device, contiguous as a forward leaves it: kernels choose by
         strides. Of full attention the first `tokens` rows: damage may have left fewer."""
-        source = _tensor(rows[f"{group.group.name}.{kept.plane}"], kept)[order]
+        plane = rows[f"{group.group.name}.{kept.plane}"]
+        source = (plane if isinstance(plane, torch.Tensor) else _tensor(plane, kept))[order]
         if group.kind == "full":
             source = source[:tokens]
         # Brought over as it is, and turned there: only then the copy does not block.
@@ -215,7 +245,13 @@ class CacheRows:
     def _wait(self) -> None:
         """Until copies that do not block have ended."""
         if self._memory.pinned:
-            torch.cuda.synchronize()
+            for gpu in self._gpus:
+                torch.cuda.synchronize(gpu)
+
+
+def _room(group: LayerGroup, tokens: int) -> torch.Tensor:
+    size = Layout(groups=(group.group,)).size(tokens) + _DECODING
+    return torch.empty(size, dtype=torch.uint8, device=group.devices[0])
 
 
 def _set_states(layer: Any, every: Sequence[Kept], made: Sequence[torch.Tensor]) -> None:

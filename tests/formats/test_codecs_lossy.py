@@ -243,7 +243,8 @@ def test_torch_gives_the_same_bits(dtype: str) -> None:
     from kvsnap.formats.codecs import on_device
 
     codes, scales = every_product()
-    found = on_device.products(codes, scales[dtype], dtype, "cpu")
+    on_cpu = [on_device.carried(values, "cpu") for values in (codes, scales[dtype])]
+    found = on_device.products(*on_cpu, dtype)
     as_ints = found.view(torch.int32 if dtype == "F32" else torch.int16).numpy()
     expected = products(dtype).reshape(codes.shape)
     zero = codes == 0  # the product of a negative code and a zero scale is -0 in both

@@ -14,6 +14,7 @@ from kvsnap.formats.block import BlockFile, pack_block, parse_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.identity import layout_of, root_of
+from kvsnap.formats.manifest import pack_manifest, parse_manifest
 from kvsnap.formats.names import block_name, chain_names, token_array
 from kvsnap.formats.pin import PinRecord, pack_pin, parse_pin
 from kvsnap.formats.session import SessionFile, pack_session, parse_session
@@ -29,6 +30,7 @@ FILE = {
     "session-zstd": "2aae0bbc5860e090c59a6247d89bc72681ba1e88ab6d96ee53114ae7fbc9f24e",
     "state-raw": "a306e3d185593656b5173e42f391d202863c531064277fb90a8dafb51af50161",
     "state-zstd": "8483e988423925ecdf52b429e53e80ce2658e80d950a89e68f1ebfa91dc92f57",
+    "manifest": "55f85fe7a39b877eeacd3e87ddf18ae3a3b54a1bb7364aa638613ca63c1632e7",
     "pin": "00f35d1eb8489b4ea1af2138081dcae3971e06ad664ccce705f2974dbcf805ce",
 }
 ROOT_ID = "4c38e45a288a862766a0f77515a1f6e92b9d0e9719ce4de47d603dd4477f8406"
@@ -187,3 +189,25 @@ def test_the_zstd_file_really_holds_frames() -> None:
     tensors = load(bytes(read("block-zstd")))
     assert tensors["full.k.b1"].tobytes()[:4] == b"\x28\xb5\x2f\xfd"
     assert tensors["full.k.b0"].nbytes == 2 * 16 * 16
+
+
+def test_the_manifest_says_what_was_recorded() -> None:
+    found = parse_manifest(read("manifest"))
+    assert (found.name, found.tenant_id, found.root_id) == ("Alice/42", TENANT_ID, ROOT_ID)
+    assert (found.block_size, found.revision, found.tokens) == (16, 7, 37)
+    assert (found.created, found.creator, found.model) == (
+        1_900_000_000,
+        "alice@example",
+        "tiny.gguf",
+    )
+    first, second, own = found.items
+    assert (first.kind, first.name.hex(), first.position, first.size) == ("block", PARENT, 16, 4711)
+    assert (first.file, first.content) == (bytes(range(32)), bytes(range(32, 64)))
+    assert (second.name.hex(), second.position) == (NAME, 32)
+    assert (second.file.hex(), second.content.hex()) == (FILE["block-zstd"], BLOCK_CONTENT)
+    assert (own.kind, own.name.hex(), own.position) == ("session", FILE["session-zstd"], 0)
+    assert own.size == len(read("session-zstd"))
+    assert found.key == f"manifests/{TENANT_ID}/%41lice%2f42.safetensors"
+    assert found.item_key(own) == f"sessions/{TENANT_ID}/{own.name.hex()}.safetensors"
+    assert found.item_key(second) == f"blocks/{NAME[:2]}/{NAME}.safetensors"
+    assert b"".join(map(bytes, pack_manifest(found).buffers)) == read("manifest")

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsnap.formats.block import STATE, BlockRecord, pack_block
+from kvsnap.formats.block import STATE, BlockRecord, pack_block, parse_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.codecs.calibration import pack_calibration, parse_calibration, register
 from kvsnap.formats.container import Packed
-from kvsnap.formats.identity import Adapter, Identity, Rope, root_of
+from kvsnap.formats.identity import EXACT, Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
+from kvsnap.formats.manifest import BLOCK, Item, Manifest, pack_manifest
+from kvsnap.formats.manifest import SESSION as SESSION_FILE
 from kvsnap.formats.names import ZERO_PARENT, block_name, chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
 from kvsnap.formats.session import SessionRecord, pack_session
@@ -174,6 +176,34 @@ def pin() -> Packed:
     return pack_pin(PinRecord(SESSION, TENANT.tenant_id, "Alice/42", 1_900_000_000))
 
 
+def manifest() -> Packed:
+    """Of the session above, with the block that is golden and one before it that is made up."""
+    root, made, own = root_of(IDENTITY, TENANT), block("zstd"), session("zstd")
+    first, second = chain_names(root.key, IDS, 16)
+    content = parse_block(memoryview(b"".join(map(bytes, made.buffers)))).content
+    digests = bytes.fromhex(made.file_digest), bytes.fromhex(content)
+    digest = bytes.fromhex(own.file_digest)
+    return pack_manifest(
+        Manifest(
+            name="Alice/42",
+            tenant_id=TENANT.tenant_id,
+            root_id=root.root_id,
+            fidelity=EXACT,
+            block_size=16,
+            revision=7,
+            tokens=len(IDS),
+            created=1_900_000_000,
+            creator="alice@example",
+            model="tiny.gguf",
+            items=(
+                Item(BLOCK, first, 16, 4711, bytes(range(32)), bytes(range(32, 64))),
+                Item(BLOCK, second, 32, made.size, *digests),
+                Item(SESSION_FILE, digest, 0, own.size, digest),
+            ),
+        )
+    )
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for codec in ("raw", "zstd"):
@@ -189,5 +219,7 @@ if __name__ == "__main__":
         path = folder / f"block-{codec.partition(';')[0]}.safetensors"
         path.write_bytes(b"".join(bytes(memoryview(b)) for b in lossy_block(codec).buffers))
         print(path, lossy_block(codec).file_digest)
+    (folder / "manifest.safetensors").write_bytes(b"".join(map(bytes, manifest().buffers)))
+    print(folder / "manifest.safetensors", manifest().file_digest)
     (folder / "pin.safetensors").write_bytes(b"".join(bytes(b) for b in pin().buffers))
     print(folder / "pin.safetensors", pin().file_digest)

@@ -13,16 +13,16 @@ import pytest
 pytestmark = pytest.mark.engine
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-Sample = Callable[[str], str]
+Sample = Callable[..., str]
 
 
 @pytest.fixture
 def run(model: Path, tmp_path: Path) -> Sample:
     """Run a sample on the bundled model; what it prints."""
 
-    def run_it(name: str) -> str:
-        command = [sys.executable, str(SAMPLES / name), str(model)]
-        environment = {"KVSNAP_STORE": str(tmp_path / "store"), "PATH": ""}
+    def run_it(name: str, *more: str, store: str = "store") -> str:
+        command = [sys.executable, str(SAMPLES / name), str(model), *more]
+        environment = {"KVSNAP_STORE": str(tmp_path / store), "PATH": ""}
         done = subprocess.run(
             command, env=environment, check=False, capture_output=True, text=True, timeout=500
         )
@@ -67,3 +67,12 @@ def test_chats_of_an_asyncio_program_keep_apart_and_go_on(run: Sample) -> None:
         assert len(first[name]) == len(second[name]) == 2
         turns = [*first[name], *second[name]]
         assert turns == sorted(set(turns))  # every turn reuses all of the turns before
+
+
+def test_a_prompt_that_another_machine_computed(run: Sample, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    first = run("shared_prompt.py", url, store="here").splitlines()
+    tokens = int(first[0].split()[-1])
+    assert first == [f"reused: 0 of {tokens}", f"in the remote: {url}"]
+    second = run("shared_prompt.py", url, store="there").splitlines()
+    assert second == [f"reused: {tokens - 1} of {tokens}", f"in the remote: {url}"]

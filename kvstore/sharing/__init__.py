@@ -1,0 +1,1 @@
+"""Sessions and blocks between a store and remotes: plan, show, apply."""

@@ -1,0 +1,106 @@
+"""What a stored session consists of: the files that another store needs to resume it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.codecs.base import CalibratedCodec
+from kvsnap.formats.errors import KvsnapError, Vanished
+from kvsnap.formats.identity import EXACT
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, SESSION, STATE, Item, Manifest
+from kvsnap.formats.names import ZERO_PARENT
+from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore import files
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.rebuild import read_record
+from kvsnap.kvstore.store import Store
+
+CREATOR = "KVSNAP_CREATOR"
+MOST_WORDS = 200
+"""Letters of a creator or a model's name in a manifest, which are for people."""
+_PARENTS_AT_ONCE = 200
+
+
+def manifest_of(store: Store, session: SessionFile) -> Manifest:
+    """Of the files that are here: blocks from the front of the chain as far as they are stored, the
+    state checkpoints that stand on them and that the session's tokens pass, its calibration.
+
+    The caller holds a lease. Raises `Vanished` where a file goes meanwhile.
+    """
+    record = session.record
+    items = items_of_chain(store, record.chain)
+    chain = record.chain[: len(items)]
+    items += [_item(store, STATE, name) for name in _states(store, session, chain)]
+    items += _calibration(store, record.fidelity)
+    size = files.file_size(store.sessions.path(record.tenant_id, record.name)) or 0
+    digest = bytes.fromhex(session.file_digest)
+    items.append(Item(SESSION, digest, 0, size, digest))
+    return Manifest(
+        name=record.name,
+        tenant_id=record.tenant_id,
+        root_id=record.root_id,
+        fidelity=record.fidelity,
+        block_size=record.block_size,
+        revision=record.revision,
+        tokens=len(record.token_ids),
+        created=int(time.time()),
+        creator=creator()[:MOST_WORDS],
+        model=str(record.notes.get("model", ""))[:MOST_WORDS],
+        items=tuple(items),
+    )
+
+
+def items_of_chain(store: Store, chain: Sequence[bytes]) -> list[Item]:
+    """Its blocks as far as they are stored."""
+    reachable = store.index.is_reachable
+    depth = gallop(lambda number: reachable(chain[number]), len(chain))
+    return [_item(store, BLOCK, name) for name in chain[:depth]]
+
+
+def creator() -> str:
+    """KVSNAP_CREATOR, or user@host: a word for those who list a remote."""
+    chosen = os.environ.get(CREATOR)
+    if chosen is not None:
+        return chosen
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        user = "?"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _item(store: Store, kind: str, name: bytes) -> Item:
+    try:
+        found = read_record(store.place.block(name))
+    except (OSError, KvsnapError) as error:
+        store.blocks.has(name)  # sets a file aside that is not the one that was written
+        raise Vanished(
+            f"block {name.hex()[:12]} cannot be read any more",
+            "resume and save the session again: the block is computed anew",
+        ) from error
+    return Item(kind, name, found.record.stop, found.size, found.file, found.content)
+
+
+def _states(store: Store, session: SessionFile, chain: Sequence[bytes]) -> list[bytes]:
+    record = session.record
+    parents = [ZERO_PARENT, *chain]
+    names: list[bytes] = []
+    for first in range(0, len(parents), _PARENTS_AT_ONCE):
+        some = parents[first : first + _PARENTS_AT_ONCE]
+        names += [row.name for row in store.index.states(record.root_id, some, record.token_ids)]
+    return names
+
+
+def _calibration(store: Store, fidelity: str) -> list[Item]:
+    codec = None if fidelity == EXACT else get_codec(fidelity)
+    if not isinstance(codec, CalibratedCodec):
+        return []
+    store.calibrations.require(codec)
+    size = files.file_size(store.calibrations.path(codec.calibration)) or 0
+    digest = bytes.fromhex(codec.calibration)
+    return [Item(CALIBRATION, digest, 0, size, digest)]

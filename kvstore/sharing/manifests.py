@@ -1,0 +1,122 @@
+"""Manifests in a remote: found, read with suspicion, listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
+from kvsnap.formats.identity import layout_of
+from kvsnap.formats.manifest import MAX_MANIFEST, Manifest, manifest_key, parse_manifest
+from kvsnap.formats.session import SessionFile, parse_session
+from kvsnap.kvstore.remotes.base import Entry, Remote
+from kvsnap.kvstore.sharing.checks import (
+    MOST_ROWS,
+    MOST_SESSION_HEADER,
+    check_header,
+    check_layout,
+)
+
+FOLDER = "manifests/"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A session in a remote. `manifest` is None for a damaged one, whose `problem` says why."""
+
+    key: str
+    version: str
+    manifest: Manifest | None
+    problem: str = ""
+    changed: float = 0.0
+
+
+def find(remote: Remote, tenant_id: str, name: str) -> Pushed | None:
+    """The session of that name; None where the remote has none."""
+    key = manifest_key(tenant_id, name)
+    try:
+        found = _read(remote, key)
+    except NotFound:
+        return None
+    if found.manifest is not None and found.manifest.key != key:
+        return Pushed(key, found.version, None, "the manifest is another session's")
+    return found
+
+
+def require(remote: Remote, tenant_id: str, name: str) -> tuple[Manifest, str]:
+    """The same, with its version; raises `NotFound` or `Damaged`."""
+    found = find(remote, tenant_id, name)
+    if found is None:
+        raise NotFound(
+            f"no session {name!r} in {remote.url}",
+            f"kvsnap ls {remote.url} shows what is there"
+            if remote.abilities.list
+            else "check the name; this kind of remote cannot be listed",
+        )
+    if found.manifest is None:
+        raise Damaged(
+            f"the manifest of {name!r} in {remote.url} is damaged: {found.problem}",
+            "push the session again from where it is whole, with --force",
+        )
+    return found.manifest, found.version
+
+
+def every(remote: Remote) -> Iterator[Pushed]:
+    """All sessions of all tenants, damaged manifests with their problem."""
+    for entry in remote.list(FOLDER):
+        found = _listed(remote, entry)
+        if found is not None:
+            yield found
+
+
+def session_of(remote: Remote, manifest: Manifest) -> tuple[SessionFile, memoryview]:
+    """The session's own file, checked against the manifest. Raises `Damaged`, `NotFound`."""
+    item = manifest.session
+    # Four bytes a token id, and 32 a block's name.
+    most = min(item.size, MOST_SESSION_HEADER + MOST_ROWS + 36 * manifest.tokens)
+    data = memoryview(remote.get(manifest.item_key(item), most).data)
+    check_header(data, MOST_SESSION_HEADER)
+    if check_file_digest(data) != item.name.hex():
+        raise Damaged("the session's file is not the one that its manifest names")
+    session = parse_session(data)
+    check_layout(session, layout_of(session.record.identity))
+    session.check_talk()
+    session.tail_rows()
+    record = session.record
+    told = (manifest.name, manifest.tenant_id, manifest.root_id, manifest.fidelity)
+    numbers = (manifest.block_size, manifest.revision, manifest.tokens)
+    if told != (record.name, record.tenant_id, record.root_id, record.fidelity):
+        raise Damaged("the manifest and the session's file do not say the same")
+    if numbers != (record.block_size, record.revision, len(record.token_ids)):
+        raise Damaged("the manifest and the session's file do not say the same")
+    return session, data
+
+
+def _listed(remote: Remote, entry: Entry) -> Pushed | None:
+    try:
+        found = _read(remote, entry.key)
+    except NotFound:
+        return None  # removed since it was listed
+    if found.manifest is not None and found.manifest.key != entry.key:
+        return Pushed(entry.key, found.version, None, "it stands under another session's name")
+    return Pushed(entry.key, found.version, found.manifest, found.problem, entry.changed)
+
+
+def _read(remote: Remote, key: str) -> Pushed:
+    version = ""
+    try:
+        found = remote.get(key, MAX_MANIFEST)
+        version = found.version
+        data = memoryview(found.data)
+        check_header(data)
+        check_file_digest(data)
+        return Pushed(key, version, parse_manifest(data))
+    except NotFound:
+        raise
+    except Damaged as error:
+        return Pushed(key, version, None, error.what)
+    except KvsnapError as error:
+        if version:  # of another format: read, and not understood
+            return Pushed(key, version, None, error.what)
+        raise

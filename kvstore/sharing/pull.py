@@ -1,0 +1,339 @@
+"""Pull a session: what this store lacks comes here, each file checked, then the session.
+
+Nothing that a remote says is believed. Names are computed from the session's own token ids under the
+root of its identity and the key at hand; each file is compared with what that asks for, with its
+digests, and its rows are decoded once before it counts. What is damaged there, or gone, makes the
+session shorter: resuming it computes the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.codecs.calibration import parse_calibration
+from kvsnap.formats.container import Packed
+from kvsnap.formats.errors import (
+    Damaged,
+    Diverged,
+    KvsnapError,
+    NotAllStored,
+    NotFound,
+    PartlyDone,
+    StoreFull,
+    Unsupported,
+    Vanished,
+)
+from kvsnap.formats.identity import EXACT, Root, layout_of
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
+from kvsnap.formats.names import ZERO_PARENT, common_prefix
+from kvsnap.formats.session import SessionFile, pack_session
+from kvsnap.formats.session_name import check_session_name
+from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.place import SETTINGS
+from kvsnap.kvstore.remotes.base import Remote
+from kvsnap.kvstore.retry import try_again
+from kvsnap.kvstore.sessions import Draft, Version
+from kvsnap.kvstore.sharing import manifests
+from kvsnap.kvstore.sharing.checks import (
+    check_header,
+    check_names,
+    longest,
+    root_of_session,
+    wanted_files,
+)
+from kvsnap.kvstore.sharing.push import Progress
+from kvsnap.kvstore.sharing.transfer import in_order
+from kvsnap.kvstore.store import Store
+
+_NO_PARENT = "the block before it is missing"
+
+
+@dataclass(frozen=True)
+class PullPlan:
+    """`missing` of the manifest's files come here, `session` then replaces `started_from`."""
+
+    url: str
+    manifest: Manifest
+    missing: tuple[Item, ...]
+    session: SessionFile
+    packed: Packed
+    root: Root
+    started_from: Version
+    same: bool
+    """The very session is here already."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.size for item in self.missing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullReport:
+    """What came, or would. `stored_blocks` of the chain's `blocks` are here now."""
+
+    session: str
+    remote: str
+    files: int
+    moved_files: int
+    moved_bytes: int
+    bytes: int
+    blocks: int
+    stored_blocks: int
+    dry_run: bool
+    seconds: float
+
+
+@dataclass
+class _Arrived:
+    files: int = 0
+    bytes: int = 0
+    lost: list[str] = field(default_factory=list)
+    """Why files that the manifest names cannot be had."""
+    full: StoreFull | None = None
+
+
+def pull(
+    store: Store,
+    remote: Remote,
+    name: str,
+    *,
+    tenant: Tenant | None = None,
+    new_name: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    show: Callable[[PullPlan], None] = lambda plan: None,
+    progress: Progress = lambda done, total: None,
+) -> PullReport:
+    """Make a store hold a session of a remote, under its name or `new_name`.
+
+    Raises `NotFound`, `Damaged`, `Diverged` (unless `force`), `Unsupported` where its blocks have
+    another size than this store's, `UsageError` for a wrong tenant key, `RemoteError`; `PartlyDone`
+    with the report where blocks were damaged or missing there, or did not fit here.
+    """
+    if new_name is not None:
+        check_session_name(new_name)
+    started = time.monotonic()
+
+    def once() -> PullReport:
+        plan = plan_pull(store, remote, name, tenant=tenant, new_name=new_name, force=force)
+        show(plan)
+        came = _Arrived()
+        if dry_run:
+            came.files, came.bytes = len(plan.missing), plan.bytes
+        else:
+            _apply(store, remote, plan, came, progress)
+        chain_ = plan.session.record.chain
+        report = PullReport(
+            session=plan.session.record.name,
+            remote=remote.url,
+            files=len(plan.manifest.items),
+            moved_files=came.files,
+            moved_bytes=came.bytes,
+            bytes=plan.manifest.size,
+            blocks=len(chain_),
+            stored_blocks=sum(store.index.is_reachable(block) for block in chain_),
+            dry_run=dry_run,
+            seconds=time.monotonic() - started,
+        )
+        _raise_partly(report, came)
+        return report
+
+    return try_again(once)
+
+
+def plan_pull(
+    store: Store,
+    remote: Remote,
+    name: str,
+    *,
+    tenant: Tenant | None = None,
+    new_name: str | None = None,
+    force: bool = False,
+) -> PullPlan:
+    """What comes. Reads the manifest and the session's file; nothing is written."""
+    manifest, _ = manifests.require(remote, tenant_id(tenant), name)
+    try:
+        session, data = manifests.session_of(remote, manifest)
+    except (Damaged, NotFound) as error:
+        raise Damaged(
+            f"session {name!r} in {remote.url} cannot be used: {error.what}",
+            "push it again from where it is whole, with --force",
+        ) from error
+    root = root_of_session(session, tenant)
+    check_names(manifest, session, root)
+    _check_block_size(store, manifest)
+    packed = Packed((data,), len(data), session.file_digest)
+    if new_name not in (None, name):
+        session, packed = _renamed(session, str(new_name))
+    record = session.record
+    started_from = store.sessions.version(record.tenant_id, record.name)
+    same = started_from[1] == packed.file_digest
+    if started_from != (0, "") and not same and not force:
+        _check_goes_on(store, session, remote.url)
+    missing = [item for item in manifest.items if _is_missing(store, item)]
+    return PullPlan(remote.url, manifest, tuple(missing), session, packed, root, started_from, same)
+
+
+def _apply(
+    store: Store, remote: Remote, plan: PullPlan, came: _Arrived, progress: Progress
+) -> None:
+    record = plan.session.record
+    with store.holds.lease() as lease, store.sessions.draft_of(record, plan.packed) as draft:
+        try:
+            _fetch(store, remote, plan, lease, came, progress)
+        except StoreFull as full:
+            came.full = full
+        reachable = store.index.is_reachable
+        store.sync([name for name in record.chain if reachable(name)])
+        states = [item.name for item in plan.manifest.of_kind(STATE)]
+        store.sync([name for name in states if reachable(name)])
+        if not plan.same and not _publish(store, draft, plan):
+            raise Diverged(
+                f"session {record.name!r} was saved here meanwhile", "pull again, or with --as"
+            )
+        store.sessions.sync(record)
+    store.index.write_notes()
+
+
+def _publish(store: Store, draft: Draft, plan: PullPlan) -> bool:
+    """Whether the session is what was pulled now; another pull of the same may have been faster."""
+    record = plan.session.record
+    if store.sessions.publish(draft, plan.started_from) is not None:
+        return True
+    return store.sessions.version(record.tenant_id, record.name)[1] == plan.packed.file_digest
+
+
+def _fetch(
+    store: Store,
+    remote: Remote,
+    plan: PullPlan,
+    lease: Lease,
+    came: _Arrived,
+    progress: Progress,
+) -> None:
+    layout = layout_of(plan.root.identity)
+    wanted = wanted_files(plan.manifest, plan.session, plan.root)
+    total, done = plan.bytes, 0
+    progress(0, total)
+
+    cut = False
+
+    def get(item: Item) -> memoryview | KvsnapError:
+        if cut and item.kind == BLOCK:
+            return Damaged(_NO_PARENT)
+        try:
+            limit = longest(item, wanted.get(item.name), layout)
+            return memoryview(remote.get(plan.manifest.item_key(item), limit).data)
+        except (NotFound, Damaged) as error:
+            return error
+
+    known = [block for block in plan.session.record.chain if store.index.is_reachable(block)]
+    if known and not lease.keep(known[-1]):
+        raise Vanished("a block was evicted before it could be leased", "pull again")
+    order = [item for item in plan.missing if item.kind == CALIBRATION]
+    order += [item for item in plan.missing if item.kind in (BLOCK, STATE)]
+    with closing(in_order(get, order)) as arriving:
+        for item, data in arriving:
+            lost = _store(store, plan.root, item, wanted.get(item.name), data, lease)
+            if lost is None and not isinstance(data, KvsnapError):
+                came.files, came.bytes = came.files + 1, came.bytes + len(data)
+            elif lost is not None:
+                cut = cut or item.kind == BLOCK
+                came.lost.append(lost)
+            done += item.size
+            progress(done, total)
+
+
+def _store(
+    store: Store,
+    root: Root,
+    item: Item,
+    wanted: Wanted | None,
+    data: memoryview | KvsnapError,
+    lease: Lease,
+) -> str | None:
+    """Why a file cannot be used; None where it is here now."""
+    what = f"{item.kind} {item.name.hex()[:12]}"
+    if isinstance(data, KvsnapError):
+        return f"{what}: {data.what}"
+    try:
+        check_header(data)
+        if wanted is None:
+            calibration = parse_calibration(data)
+            if calibration.digest != item.name.hex():
+                raise Damaged("the file holds another calibration than its name says")
+            store.calibrations.put(calibration)
+            return None
+        if wanted.parent != ZERO_PARENT and not store.index.is_reachable(wanted.parent):
+            return f"{what}: {_NO_PARENT}"
+        if item.kind == BLOCK and root.fidelity != EXACT:
+            store.calibrations.prepare(get_codec(root.fidelity))
+        store.blocks.adopt(root, wanted, data, lease, item.content.hex())
+    except (Damaged, Unsupported) as error:
+        return f"{what}: {error.what}"
+    return None
+
+
+def _check_block_size(store: Store, manifest: Manifest) -> None:
+    if manifest.block_size == store.block_size:
+        return
+    raise Unsupported(
+        f"the session's blocks have {manifest.block_size} tokens, this store's"
+        f" {store.block_size}: they would never be found",
+        f'pull it into a new store (--store) whose {SETTINGS} has "block_size": {manifest.block_size}',
+    )
+
+
+def _check_goes_on(store: Store, session: SessionFile, url: str) -> None:
+    """Raise `Diverged` unless what comes goes on from what is here, as a newer revision."""
+    record = session.record
+    ours = store.sessions.load(record.tenant_id, record.name).record
+    common = common_prefix(ours.token_ids, record.token_ids)
+    if common == len(ours.token_ids) and ours.revision < record.revision:
+        return
+    where = (
+        f"it has other tokens from position {common} on"
+        if common < len(ours.token_ids)
+        else f"it is revision {ours.revision}, that of {url} is another {record.revision}"
+    )
+    raise Diverged(
+        f"another session {record.name!r} is here: {where}",
+        "pull under another name (--as), or over it with --force",
+    )
+
+
+def _renamed(session: SessionFile, name: str) -> tuple[SessionFile, Packed]:
+    record = replace(session.record, name=name)
+    rows = session.tail_rows()
+    packed = pack_session(record, session.codec, layout_of(record.identity), rows)
+    return replace(session, record=record, file_digest=packed.file_digest), packed
+
+
+def _is_missing(store: Store, item: Item) -> bool:
+    if item.kind in (BLOCK, STATE):
+        return not store.blocks.has(item.name)
+    if item.kind == CALIBRATION:
+        return not store.calibrations.path(item.name.hex()).exists()
+    return False  # the session's file came with the plan
+
+
+def _raise_partly(report: PullReport, came: _Arrived) -> None:
+    error: PartlyDone
+    if came.full is not None:
+        error = NotAllStored(report.stored_blocks, report.blocks, came.full)
+    elif came.lost:
+        error = PartlyDone(
+            f"{report.remote} lacks {len(came.lost)} of {report.session!r}'s files or has damaged"
+            f" ones ({came.lost[0]}); resuming computes what is missing",
+            "push the session again from where it is whole, with --force",
+        )
+    else:
+        return
+    error.report = report
+    raise error

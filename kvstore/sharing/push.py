@@ -1,0 +1,201 @@
+"""Push a session: what the remote lacks goes there, then the manifest that names it all.
+
+A reader elsewhere sees the session whole or not at all. Blocks go in chain order, so that what an
+interrupted push leaves is a prefix but for the last few, and the next push finds its end by
+galloping. What was taken for present is looked at again when the manifest is up: a sweep of the
+remote may have met it in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from kvsnap.formats.container import described_size
+from kvsnap.formats.errors import (
+    Damaged,
+    Diverged,
+    PartlyDone,
+    RemoteError,
+    Vanished,
+)
+from kvsnap.formats.manifest import (
+    CALIBRATION,
+    SESSION,
+    Item,
+    Manifest,
+    block_key,
+    pack_manifest,
+)
+from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.remotes.base import Remote
+from kvsnap.kvstore.retry import try_again
+from kvsnap.kvstore.sharing.checks import MOST_HEADER, check_header
+from kvsnap.kvstore.sharing.contents import items_of_chain
+from kvsnap.kvstore.sharing.local_files import check_notes, path_of, read_local
+from kvsnap.kvstore.sharing.push_plan import PushPlan, missing_blocks, plan_push
+from kvsnap.kvstore.sharing.sweep_mark import wait_for_sweep
+from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
+from kvsnap.kvstore.store import Store
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """What moved, or would. `files` and `bytes` count all but the manifest."""
+
+    session: str
+    remote: str
+    files: int
+    moved_files: int
+    moved_bytes: int
+    bytes: int
+    blocks: int
+    evicted_blocks: int
+    dry_run: bool
+    seconds: float
+
+
+def push(
+    store: Store,
+    remote: Remote,
+    tenant_id: str,
+    name: str,
+    *,
+    force: bool = False,
+    known: Container[bytes] = (),
+    dry_run: bool = False,
+    show: Callable[[PushPlan], None] = lambda plan: None,
+    progress: Progress = lambda done, total: None,
+) -> PushReport:
+    """Make a remote hold a stored session. Raises `NotFound`, `Diverged` (unless `force`), `Damaged`
+    for a damaged file of this store, `RemoteError`; `PartlyDone` where blocks of its end were
+    evicted here. An interrupted push is taken up by the next.
+
+    `force` replaces whatever stands there, and sends every file anew: one that is damaged there has
+    the right length. `known`: file digests of versions of the session that this one replaced here,
+    and so may replace there.
+    """
+    started = time.monotonic()
+
+    def once() -> PushReport:
+        with store.holds.lease() as lease:
+            session = store.sessions.load(tenant_id, name)
+            _lease(store, session, lease.keep)
+            check_notes(store, session)
+            plan = plan_push(store, remote, session, force=force, known=known)
+            show(plan)
+            moved = [] if dry_run else _apply(store, remote, plan, progress)
+            planned = plan.missing if dry_run else moved
+            return PushReport(
+                session=name,
+                remote=remote.url,
+                files=len(plan.manifest.items),
+                moved_files=len(planned),
+                moved_bytes=sum(item.size for item in planned),
+                bytes=plan.manifest.size,
+                blocks=plan.blocks,
+                evicted_blocks=plan.evicted,
+                dry_run=dry_run,
+                seconds=time.monotonic() - started,
+            )
+
+    report = try_again(once)
+    if report.evicted_blocks:
+        error = PartlyDone(
+            f"{report.evicted_blocks} of {report.blocks} blocks were evicted here and are not in"
+            f" {remote.url}; whoever pulls {name!r} computes them",
+            "resume and save the session, then push again",
+        )
+        error.report = report
+        raise error
+    return report
+
+
+def push_chain(store: Store, remote: Remote, names: Sequence[bytes]) -> int:
+    """Send what a remote lacks of blocks that no session names; how many those were. Blocks that
+    went from here meanwhile end it."""
+    items = items_of_chain(store, names)
+    missing = missing_blocks(remote, items)
+
+    def send(item: Item) -> None:
+        remote.put(block_key(item.name), read_local(store, item, store.place.block(item.name)))
+
+    return sum(1 for _ in in_order(send, missing))
+
+
+def _apply(store: Store, remote: Remote, plan: PushPlan, progress: Progress) -> Sequence[Item]:
+    manifest, total, done = plan.manifest, plan.bytes, 0
+    progress(0, total)
+
+    def send(item: Item) -> None:
+        path = path_of(store, manifest, item)
+        remote.put(manifest.item_key(item), read_local(store, item, path))
+
+    at_once = 1 if remote.abilities.in_turn else AT_ONCE
+    for item, _ in in_order(send, plan.missing, at_once):
+        done += item.size
+        progress(done, total)
+    if not plan.unchanged:
+        _put_manifest(remote, plan)
+    moved = {item.name: item for item in plan.missing}
+    wait_for_sweep(remote)
+    lacking = _not_there(remote, manifest, manifest.items)
+    for item, _ in in_order(send, lacking):
+        moved[item.name] = item
+    if lacking and (left := _not_there(remote, manifest, lacking)):
+        raise RemoteError(
+            f"{plan.url} took {len(left)} files and does not have them",
+            f"look at the remote's own log; the first is {manifest.item_key(left[0])}",
+        )
+    return list(moved.values())
+
+
+def _put_manifest(remote: Remote, plan: PushPlan) -> None:
+    data = b"".join(map(bytes, pack_manifest(plan.manifest).buffers))
+    check_header(memoryview(data))
+    replaces = plan.replaces
+    if replaces == "":
+        remote.delete(plan.manifest.key)
+        replaces = None
+    if not remote.replace(plan.manifest.key, data, replaces):
+        raise Diverged(
+            f"somebody else pushed {plan.manifest.name!r} to {plan.url} meanwhile",
+            "push again: what moved stays there",
+        )
+
+
+def _not_there(remote: Remote, manifest: Manifest, items: Sequence[Item]) -> list[Item]:
+    """Files that are missing, or that are not what the manifest says."""
+
+    def check(item: Item) -> bool:
+        key = manifest.item_key(item)
+        size = remote.size(key)
+        if size == item.size:
+            return True
+        return size is not None and _holds_the_same(remote, key, item, size)
+
+    return [item for item, found in in_order(check, items) if not found]
+
+
+def _holds_the_same(remote: Remote, key: str, item: Item, size: int) -> bool:
+    """Whether a block of another length holds the same rows, in another lossless coding."""
+    if item.kind in (SESSION, CALIBRATION):
+        return False
+    head = remote.get_start(key, MOST_HEADER)
+    try:
+        whole = described_size(head) == size
+    except Damaged:
+        return False
+    return whole and b'"content":"' + item.content.hex().encode() + b'"' in head
+
+
+def _lease(store: Store, session: SessionFile, keep: Callable[[bytes], bool]) -> None:
+    chain = session.record.path
+    depth = gallop(lambda number: store.index.is_reachable(chain[number]), len(chain))
+    if depth and not keep(chain[depth - 1]):
+        raise Vanished("a block was evicted before it could be leased", "push again")

@@ -1,0 +1,131 @@
+"""What a push has to move, and whether it may replace what stands there. Nothing is written."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+
+from kvsnap.formats.errors import Damaged, Diverged, NotFound
+from kvsnap.formats.manifest import BLOCK, Item, Manifest, block_key
+from kvsnap.formats.names import common_prefix
+from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.remotes.base import Remote
+from kvsnap.kvstore.sharing import manifests
+from kvsnap.kvstore.sharing.contents import manifest_of
+from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
+from kvsnap.kvstore.store import Store
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """`missing` of the manifest's files move. `replaces`: the version of the remote's manifest that
+    the new one may replace, None where there is none, empty where something stands there that cannot
+    even be read; `unchanged`: it names all this already."""
+
+    url: str
+    manifest: Manifest
+    missing: tuple[Item, ...]
+    replaces: str | None
+    unchanged: bool
+    blocks: int
+    """Of the session's chain, whether they are here or not."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.size for item in self.missing)
+
+    @property
+    def evicted(self) -> int:
+        """Blocks of the chain that are neither here nor, as far as its manifest tells, there."""
+        return self.blocks - len(self.manifest.of_kind(BLOCK))
+
+
+def plan_push(
+    store: Store,
+    remote: Remote,
+    session: SessionFile,
+    *,
+    force: bool = False,
+    known: Container[bytes] = (),
+) -> PushPlan:
+    """What moves. Nothing is written, here or there."""
+    record = session.record
+    manifest = here = manifest_of(store, session)
+    there = manifests.find(remote, record.tenant_id, record.name)
+    old = there.manifest if there is not None else None
+    if old is not None:
+        own = {manifest.session.name} | ({old.session.name} if old.session.name in known else set())
+        if not force and old.session.name not in own:
+            _check_goes_on(remote, old, session)
+        manifest = _with_what_is_there(remote, manifest, old, session)
+    named = {item.name for item in old.items} if old is not None else set[bytes]()
+    return PushPlan(
+        url=remote.url,
+        manifest=manifest,
+        missing=here.items if force else tuple(_missing(remote, manifest)),
+        replaces=there.version if there is not None else None,
+        unchanged=not force and named >= {item.name for item in manifest.items},
+        blocks=len(record.chain),
+    )
+
+
+def _check_goes_on(remote: Remote, old: Manifest, session: SessionFile) -> None:
+    """Raise `Diverged` unless the session goes on from the one that is there, as a newer revision."""
+    try:
+        theirs = manifests.session_of(remote, old)[0].record
+    except (NotFound, Damaged):
+        return  # nobody can pull it
+    ours = session.record
+    common = common_prefix(theirs.token_ids, ours.token_ids)
+    if common == len(theirs.token_ids) and theirs.revision < ours.revision:
+        return
+    where = (
+        f"it has other tokens from position {common} on"
+        if common < len(theirs.token_ids)
+        else f"it is revision {theirs.revision}, this is another {ours.revision}"
+    )
+    raise Diverged(
+        f"{remote.url} has another {old.name!r}, pushed by {reprlib.repr(old.creator)}: {where}",
+        "pull it under another name (--as), or push over it with --force",
+    )
+
+
+def _with_what_is_there(
+    remote: Remote, manifest: Manifest, old: Manifest, session: SessionFile
+) -> Manifest:
+    """The manifest with blocks of the same chain that went here and that the remote still has."""
+    blocks, theirs = manifest.of_kind(BLOCK), old.of_kind(BLOCK)
+    more = []
+    for name, item in zip(session.record.chain[len(blocks) :], theirs[len(blocks) :], strict=False):
+        if item.name != name or remote.size(block_key(name)) is None:
+            break
+        more.append(item)
+    rest = [item for item in manifest.items if item.kind != BLOCK]
+    return replace(manifest, items=(*blocks, *more, *rest))
+
+
+def _missing(remote: Remote, manifest: Manifest) -> list[Item]:
+    """What has to move, as far as can be told from few questions: the end of the blocks that are
+    there is galloped for, and the last few before it, where a push may have been cut off, and all
+    that is no block are asked for one by one."""
+    lacking = {item.name for item in missing_blocks(remote, manifest.of_kind(BLOCK))}
+
+    def there(item: Item) -> bool:
+        return remote.size(manifest.item_key(item)) is not None
+
+    others = [item for item in manifest.items if item.kind != BLOCK]
+    lacking |= {item.name for item, found in in_order(there, others) if not found}
+    return [item for item in manifest.items if item.name in lacking]
+
+
+def missing_blocks(remote: Remote, blocks: Sequence[Item]) -> list[Item]:
+    def there(item: Item) -> bool:
+        return remote.size(block_key(item.name)) is not None
+
+    depth = gallop(lambda number: there(blocks[number]), len(blocks))
+    # Where a push was cut off there are holes in the last few, and galloping may stop at one.
+    first, last = max(0, depth - AT_ONCE), depth + AT_ONCE
+    lacking = [item for item, found in in_order(there, blocks[first:last]) if not found]
+    return lacking + list(blocks[last:])
