@@ -103,7 +103,8 @@ def tell(out: Output, moved: Moved, verb: str, done: str, where: str) -> None:
     elif report.dry_run:
         out.text(f"would {verb} {what}")
     else:
-        out.text(f"{done} {what}, in {units.seconds(report.seconds)}")
+        out.text(f"{done} {what}")
+        out.say(f"{done} in {units.seconds(report.seconds)}")
     if moved.next and not report.dry_run:
         out.say(moved.next)
     if moved.partly is not None:
@@ -120,9 +121,9 @@ def _done(move: Callable[[], _Report]) -> tuple[_Report, PartlyDone | None]:
 
 
 def _show_plan(out: Output, where: str, plan: PushPlan | PullPlan) -> None:
-    files = units.count(len(plan.manifest.items), "file")
+    count = units.count(plan.files, "file")
     out.say(
-        f"{plan.manifest.name!r} {where}: {len(plan.missing)} of {files} to move,"
+        f"{plan.manifest.name!r} {where}: {len(plan.missing)} of {count} to move,"
         f" {units.size(plan.bytes)}"
     )
 

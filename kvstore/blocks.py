@@ -7,6 +7,8 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from kvsnap.kvstore.space import Space
 
 _SCRATCH = files.Scratch()
 _MOST_SEEN = 100_000
+_DECODING = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""Files from elsewhere come many at once; to decode more of them than there are cores is memory only."""
 
 
 class Miss(Exception):
@@ -69,6 +73,35 @@ class Wanted:
 
 Fits = Callable[[BlockRecord], None]
 """Raises where a file's record is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A block's file from elsewhere that passed every check."""
+
+    codec: Codec
+    packed: Packed
+
+
+def check_foreign(
+    root: Root, wanted: Wanted, buffer: memoryview, content: str | None = None
+) -> Foreign:
+    """Check a file from elsewhere down to its decoded rows. `content`: the digest that they were said
+    to have. Most of it runs without the interpreter's lock.
+
+    Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for another
+    version or a codec that is not here.
+    """
+    digest = check_file_digest(buffer)
+    block = parse_block(buffer)
+    found = difference(block.record, root, wanted)
+    if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
+        raise Damaged(found or "the file is another block's")
+    with _DECODING:
+        block.check_content()
+    if content not in (None, block.content):
+        raise Damaged("its rows are not those that were named")
+    return Foreign(block.codec, Packed((buffer,), len(buffer), digest))
 
 
 class Blocks:
@@ -147,32 +180,13 @@ class Blocks:
         return self._publish(root, wanted, codec, packed, lease, anew=anew)
 
     def adopt(
-        self,
-        root: Root,
-        wanted: Wanted,
-        buffer: memoryview,
-        lease: Lease | None = None,
-        content: str | None = None,
+        self, root: Root, wanted: Wanted, foreign: Foreign, lease: Lease | None = None
     ) -> int:
-        """Store a file that came from elsewhere, its bytes as they are, after every check down to
-        the decoded rows; returns bytes written. Its parent is stored. `content`: the digest that its
-        rows were said to have.
-
-        Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for
-        another version or a codec that is not here.
-        """
+        """Store a file that came from elsewhere, its bytes as they are; returns bytes written. Its
+        parent is stored."""
         if self.has(wanted.name):
             return 0
-        digest = check_file_digest(buffer)
-        block = parse_block(buffer)
-        found = difference(block.record, root, wanted)
-        if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
-            raise Damaged(found or "the file is another block's")
-        block.check_content()
-        if content not in (None, block.content):
-            raise Damaged("its rows are not those that were named")
-        packed = Packed((buffer,), len(buffer), digest)
-        return self._publish(root, wanted, block.codec, packed, lease)
+        return self._publish(root, wanted, foreign.codec, foreign.packed, lease)
 
     def _publish(
         self,

@@ -79,7 +79,7 @@ def _scheme(url: str) -> str:
             "this is not the URL of a remote", "for example file:///mnt/kv or s3://bucket/kv"
         )
     unreadable = UsageError(
-        "the remote's URL cannot be read",
+        "this is not the URL of a remote: it cannot be read",
         "escape what is special in a user or password: %2F for a slash, %40 for an @",
     )
     try:

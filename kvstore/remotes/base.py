@@ -15,7 +15,7 @@ Each operation ends within the remote's timeout and raises only
   Damaged         an object that is longer than the caller's limit, or was cut on its way
   Unsupported     an operation that this kind does not have (see `Abilities`)
 and no message holds a secret. What cuts across (retry, a limit on concurrency, dry-run, counting) is
-a wrapper with this interface, in wrap.py.
+a wrapper with this interface: retried.py, limited.py, …
 """
 
 from __future__ import annotations

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol, TypeVar
 
-from kvsnap.formats.errors import RemoteDown
+from kvsnap.formats.errors import RemoteDown, RemoteError
 from kvsnap.kvstore.remotes.base import Buffer, Entry, Object, Remote
 from kvsnap.kvstore.remotes.wrapped import Wrapped
 
 PAGE = 1000
 """Entries of a listing that one hop to a thread fetches: as many as object stores send at once."""
+MOST_ENTRIES = 2**23
+"""Blocks of 40 TB, as a rule. A hostile server may go on for ever."""
 HUNG_PER_SLOT = 4
 _Done = TypeVar("_Done")
 
@@ -69,8 +71,11 @@ class Limited(Wrapped):
 
     def list(self, prefix: str) -> Iterator[Entry]:
         """The time counts for each page of the listing, from its first request on."""
-        entries = self._run("list", prefix, lambda: self.remote.list(prefix))
+        entries, count = self._run("list", prefix, lambda: self.remote.list(prefix)), 0
         while page := self._run("list", prefix, lambda: self._page(entries)):
+            count += len(page)
+            if count > MOST_ENTRIES:
+                raise RemoteError(f"{self.url}: a listing of {prefix or 'it all'} does not end")
             yield from page
 
     def _page(self, entries: Iterator[Entry]) -> Sequence[Entry]:

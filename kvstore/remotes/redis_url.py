@@ -27,6 +27,9 @@ CONNECTIONS = 32
 PASSWORD = "KVSNAP_REDIS_PASSWORD"
 DEFAULT_PREFIX = "kvsnap"
 _PREFIX = re.compile(r"[A-Za-z0-9_.~-]+([:/][A-Za-z0-9_.~-]+)*")
+_CLUSTER = ("MOVED", "ASK ", "CROSSSLOT")
+_PASSING = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY")
+"""Codes that older clients leave in the text; newer ones make classes of most of them."""
 _EXAMPLE = "redis://HOST:6379/0/PREFIX?ttl=SECONDS"
 
 
@@ -130,12 +133,12 @@ def _meaning(place: Place, key: str, error: Exception) -> KvsnapError:
         return RemoteError(line, "raise its maxmemory, or set a maxmemory-policy or a ttl")
     if isinstance(error, redis.ReadOnlyError):
         return RemoteError(line, "name the primary; this server is a replica")
-    if isinstance(error, AskError | ClusterCrossSlotError) or "cluster support" in text:
+    if isinstance(error, AskError | ClusterCrossSlotError) or text.startswith(_CLUSTER):
         return RemoteError(f"{place.shown} is a Redis cluster", "name a single server")
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return RemoteError(line, "SSL_CERT_FILE names the certificates that are trusted")
     passing = (redis.ConnectionError, redis.TimeoutError, ClusterDownError, TryAgainError, OSError)
-    if isinstance(error, passing) or text.startswith(("LOADING", "MASTERDOWN", "BUSY")):
+    if isinstance(error, passing) or text.startswith(_PASSING):
         return RemoteDown(line, "is the server up?")
     if "WRONGTYPE" in text:
         return Damaged(f"{key} is no string in {place.shown}, and so no object of ours")

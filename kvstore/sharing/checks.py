@@ -11,14 +11,14 @@ from kvsnap.formats.container import header_size
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
 from kvsnap.formats.identity import Root, root_behind
 from kvsnap.formats.layout import Layout
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Manifest
 from kvsnap.formats.names import chain_names
 from kvsnap.formats.session import SessionFile
 from kvsnap.formats.tenant import NO_TENANT_ID, Tenant
 from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.match import chain, state_at
 
-MOST_ROWS = 2**28
+MOST_ROWS = 2**27
 """Bytes of one block's rows, or of a tail's: they are decoded when they come, and zstd shrinks what is
 all alike 30,000-fold. A block of 64 tokens of a model of 405B in f32 has 2^26."""
 MOST_STATE = 2**30
@@ -41,13 +41,6 @@ def wanted_files(manifest: Manifest, session: SessionFile, root: Root) -> dict[b
         state = state_at(key, names, record.token_ids, item.position, size)
         found[state.name] = state
     return found
-
-
-def longest(item: Item, wanted: Wanted | None, layout: Layout) -> int:
-    """No file of such rows is longer; a manifest may say what it likes."""
-    if wanted is None:
-        return min(item.size, MOST_CALIBRATION)
-    return longest_block(wanted, layout)
 
 
 def longest_block(wanted: Wanted, layout: Layout) -> int:

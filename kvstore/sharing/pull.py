@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
 from kvsnap.formats.codecs import get_codec
@@ -33,7 +33,7 @@ from kvsnap.formats.names import ZERO_PARENT, common_prefix
 from kvsnap.formats.session import SessionFile, pack_session
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
-from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.place import SETTINGS
 from kvsnap.kvstore.remotes.base import Remote
@@ -41,14 +41,15 @@ from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.sessions import Draft, Version
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.checks import (
+    MOST_CALIBRATION,
     check_header,
     check_names,
-    longest,
+    longest_block,
     root_of_session,
     wanted_files,
 )
 from kvsnap.kvstore.sharing.push import Progress
-from kvsnap.kvstore.sharing.transfer import in_order
+from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
 from kvsnap.kvstore.store import Store
 
 _NO_PARENT = "the block before it is missing"
@@ -69,13 +70,18 @@ class PullPlan:
     """The very session is here already."""
 
     @property
+    def files(self) -> int:
+        return len(self.manifest.items) - 1
+
+    @property
     def bytes(self) -> int:
         return sum(item.size for item in self.missing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """What came, or would. `stored_blocks` of the chain's `blocks` are here now."""
+    """What came, or would; `files` and `bytes` are all but the session's own file, which comes with
+    the plan. `stored_blocks` of the chain's `blocks` are here now."""
 
     session: str
     remote: str
@@ -132,10 +138,10 @@ def pull(
         report = PullReport(
             session=plan.session.record.name,
             remote=remote.url,
-            files=len(plan.manifest.items),
+            files=plan.files,
             moved_files=came.files,
             moved_bytes=came.bytes,
-            bytes=plan.manifest.size,
+            bytes=plan.manifest.size - plan.manifest.session.size,
             blocks=len(chain_),
             stored_blocks=sum(store.index.is_reachable(block) for block in chain_),
             dry_run=dry_run,
@@ -222,61 +228,72 @@ def _fetch(
     total, done = plan.bytes, 0
     progress(0, total)
 
-    cut = False
-
-    def get(item: Item) -> memoryview | KvsnapError:
-        if cut and item.kind == BLOCK:
-            return Damaged(_NO_PARENT)
-        try:
-            limit = longest(item, wanted.get(item.name), layout)
-            return memoryview(remote.get(plan.manifest.item_key(item), limit).data)
-        except (NotFound, Damaged) as error:
-            return error
+    def arrived(item: Item, lost: str | None, size: int) -> None:
+        nonlocal done
+        done += item.size
+        progress(done, total)
+        if lost is None:
+            came.files, came.bytes = came.files + 1, came.bytes + size
+        else:
+            came.lost.append(f"{item.kind} {item.name.hex()[:12]}: {lost}")
 
     known = [block for block in plan.session.record.chain if store.index.is_reachable(block)]
     if known and not lease.keep(known[-1]):
         raise Vanished("a block was evicted before it could be leased", "pull again")
-    order = [item for item in plan.missing if item.kind == CALIBRATION]
-    order += [item for item in plan.missing if item.kind in (BLOCK, STATE)]
-    with closing(in_order(get, order)) as arriving:
-        for item, data in arriving:
-            lost = _store(store, plan.root, item, wanted.get(item.name), data, lease)
-            if lost is None and not isinstance(data, KvsnapError):
-                came.files, came.bytes = came.files + 1, came.bytes + len(data)
-            elif lost is not None:
-                cut = cut or item.kind == BLOCK
-                came.lost.append(lost)
-            done += item.size
-            progress(done, total)
+    for item in plan.missing:
+        if item.kind == CALIBRATION:
+            arrived(item, *_fetch_calibration(store, remote, plan, item))
+    if plan.root.fidelity != EXACT:
+        with suppress(Unsupported):  # then no block can be checked, each for this reason
+            store.calibrations.prepare(get_codec(plan.root.fidelity))
+    cut = False
+
+    def get(item: Item) -> Foreign | KvsnapError:
+        if cut and item.kind == BLOCK:
+            return Damaged(_NO_PARENT)
+        try:
+            own = wanted[item.name]
+            data = remote.get(plan.manifest.item_key(item), longest_block(own, layout)).data
+            check_header(memoryview(data))
+            return check_foreign(plan.root, own, memoryview(data), item.content.hex())
+        except (NotFound, Damaged, Unsupported) as error:
+            return error
+
+    order = [item for item in plan.missing if item.kind in (BLOCK, STATE)]
+    at_once = at_once_of(layout.in_blocks.size(plan.manifest.block_size))
+    with closing(in_order(get, order, at_once)) as arriving:
+        for item, found in arriving:
+            lost = _adopt(store, plan.root, wanted[item.name], found, lease)
+            cut = cut or (lost is not None and item.kind == BLOCK)
+            arrived(item, lost, 0 if isinstance(found, KvsnapError) else found.packed.size)
 
 
-def _store(
-    store: Store,
-    root: Root,
-    item: Item,
-    wanted: Wanted | None,
-    data: memoryview | KvsnapError,
-    lease: Lease,
-) -> str | None:
-    """Why a file cannot be used; None where it is here now."""
-    what = f"{item.kind} {item.name.hex()[:12]}"
-    if isinstance(data, KvsnapError):
-        return f"{what}: {data.what}"
+def _fetch_calibration(
+    store: Store, remote: Remote, plan: PullPlan, item: Item
+) -> tuple[str | None, int]:
+    """Why it cannot be used, None where it is here now; and its length."""
+    most = min(item.size, MOST_CALIBRATION)
     try:
+        data = memoryview(remote.get(plan.manifest.item_key(item), most).data)
         check_header(data)
-        if wanted is None:
-            calibration = parse_calibration(data)
-            if calibration.digest != item.name.hex():
-                raise Damaged("the file holds another calibration than its name says")
-            store.calibrations.put(calibration)
-            return None
-        if wanted.parent != ZERO_PARENT and not store.index.is_reachable(wanted.parent):
-            return f"{what}: {_NO_PARENT}"
-        if item.kind == BLOCK and root.fidelity != EXACT:
-            store.calibrations.prepare(get_codec(root.fidelity))
-        store.blocks.adopt(root, wanted, data, lease, item.content.hex())
-    except (Damaged, Unsupported) as error:
-        return f"{what}: {error.what}"
+        calibration = parse_calibration(data)
+    except (NotFound, Damaged, Unsupported) as error:
+        return error.what, 0
+    if calibration.digest != item.name.hex():
+        return "the file holds another calibration than its name says", 0
+    store.calibrations.put(calibration)
+    return None, len(data)
+
+
+def _adopt(
+    store: Store, root: Root, wanted: Wanted, found: Foreign | KvsnapError, lease: Lease
+) -> str | None:
+    """The same for a block or checkpoint that was fetched and checked, or was not."""
+    if isinstance(found, KvsnapError):
+        return found.what
+    if wanted.parent != ZERO_PARENT and not store.index.is_reachable(wanted.parent):
+        return _NO_PARENT
+    store.blocks.adopt(root, wanted, found, lease)
     return None
 
 

@@ -94,7 +94,7 @@ def push(
             return PushReport(
                 session=name,
                 remote=remote.url,
-                files=len(plan.manifest.items),
+                files=plan.files,
                 moved_files=len(planned),
                 moved_bytes=sum(item.size for item in planned),
                 bytes=plan.manifest.size,

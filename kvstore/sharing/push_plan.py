@@ -33,6 +33,10 @@ class PushPlan:
     """Of the session's chain, whether they are here or not."""
 
     @property
+    def files(self) -> int:
+        return len(self.manifest.items)
+
+    @property
     def bytes(self) -> int:
         return sum(item.size for item in self.missing)
 

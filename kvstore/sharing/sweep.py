@@ -111,7 +111,7 @@ def _remove(
     # The place in its chain stands in a block, not in its name. What was written last stands deepest:
     # a push goes from the front to the end.
     last_first = sorted(going, key=lambda entry: -entry.changed)
-    for number, _ in enumerate(in_order(delete, last_first)):
+    for number, _ in enumerate(in_order(delete, last_first, linger=None)):
         refresh()
         progress(number + 1, len(going))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,7 @@ from kvsnap.formats.layout import Layout
 from kvsnap.formats.manifest import block_key
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import events
-from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
 from kvsnap.kvstore.break_even import MARGIN, NOT_WORTH
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes import Options
@@ -38,11 +38,12 @@ from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.remotes.remembers import Remembers
 from kvsnap.kvstore.sharing.checks import check_header, longest_block
 from kvsnap.kvstore.sharing.pull import pull
-from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
+from kvsnap.kvstore.sharing.transfer import AT_ONCE, at_once_of, in_order
 from kvsnap.kvstore.store import Store
 
 OPTIONS = Options(timeout=5.0, tries=1)
 """Somebody waits for a first token: one try, and no longer."""
+NOT_FETCHED = "it was not fetched"
 SLOW_SECONDS = 30.0
 """How long a block stays unasked for whose like came slower than it is computed."""
 Computing = Callable[[int, int], float | None]
@@ -140,6 +141,8 @@ class Fetching:
 
     def wait(self, name: bytes) -> str | None:
         """None: it is stored, or was never to come. Else the reason."""
+        if self.slow:
+            return self.slow
         if name in self._ready and not self._ready[name].wait(self._patience()):
             self._compute_instead(
                 f"{NOT_WORTH}: {self._through.remote.url} takes longer than computing"
@@ -165,7 +168,7 @@ class Fetching:
         self._stop = True  # what is under way still comes, and is found by the next resume
 
     def _run(self) -> None:
-        reason = "it was not fetched"
+        reason = NOT_FETCHED
         try:
             reason = self._bring() or reason
         except KvsnapError as error:
@@ -179,7 +182,7 @@ class Fetching:
     def _bring(self) -> str | None:
         """Why it ended before the last block, if it did."""
         store = self._through.store
-        with store.holds.lease() as lease, closing(in_order(self._get, self._wanted)) as arriving:
+        with store.holds.lease() as lease, closing(self._arriving()) as arriving:
             for number, (block, data) in enumerate(arriving):
                 if self._stop:
                     return None
@@ -187,9 +190,8 @@ class Fetching:
                     self._give_up(block, data)
                     return data.what
                 try:
-                    check_header(data)
                     store.blocks.adopt(self._root, block, data, lease)
-                except KvsnapError as error:
+                except KvsnapError as error:  # a full store, or one that cannot be written
                     self._give_up(block, error)
                     raise
                 self._ready[block.name].set()
@@ -198,10 +200,18 @@ class Fetching:
                     return reason
         return None
 
-    def _get(self, block: Wanted) -> memoryview | KvsnapError:
+    def _arriving(self) -> Generator[tuple[Wanted, Foreign | KvsnapError]]:
+        at_once = at_once_of(self._layout.in_blocks.size(len(self._wanted[0].token_ids)))
+        return in_order(self._get, self._wanted, at_once, linger=0)
+
+    def _get(self, block: Wanted) -> Foreign | KvsnapError:
+        if self._stop:
+            return KvsnapError(NOT_FETCHED)
         try:
             limit = longest_block(block, self._layout)
-            return memoryview(self._through.remote.get(block_key(block.name), limit).data)
+            data = memoryview(self._through.remote.get(block_key(block.name), limit).data)
+            check_header(data)
+            return check_foreign(self._root, block, data)
         except KvsnapError as error:
             return error
 

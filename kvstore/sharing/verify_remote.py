@@ -5,25 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvsnap.formats.block import parse_block
 from kvsnap.formats.codecs.calibration import parse_calibration, register
-from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Unsupported, UsageError
 from kvsnap.formats.identity import Root, layout_of
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
 from kvsnap.formats.tenant import Tenant, tenant_id
-from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.compare import difference
+from kvsnap.kvstore.blocks import Wanted, check_foreign
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.checks import (
+    MOST_CALIBRATION,
     check_header,
     check_names,
-    longest,
+    longest_block,
     root_of_session,
     wanted_files,
 )
-from kvsnap.kvstore.sharing.transfer import in_order
+from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
 from kvsnap.kvstore.verify import Bad, VerifyReport
 
 NO_KEY = "it belongs to a tenant whose key is not at hand; its files were not checked"
@@ -76,41 +74,51 @@ def _session(
     report.checked += 1
     root = root_of_session(session, tenant)
     check_names(manifest, session, root)
-    wanted, layout = wanted_files(manifest, session, root), layout_of(root.identity)
+    wanted = wanted_files(manifest, session, root)
 
-    def get(item: Item) -> memoryview | KvsnapError:
+    def check(item: Item) -> KvsnapError | None:
         try:
-            limit = longest(item, wanted.get(item.name), layout)
-            return memoryview(remote.get(manifest.item_key(item), limit).data)
-        except (NotFound, Damaged) as error:
-            return error
-
-    order = manifest.of_kind(CALIBRATION) + manifest.of_kind(BLOCK) + manifest.of_kind(STATE)
-    for item, data in in_order(get, [item for item in order if item.name not in checked]):
-        checked.add(item.name)
-        report.checked += 1
-        try:
-            _check(root, item, wanted.get(item.name), data)
+            _check(remote, manifest, root, item, wanted.get(item.name))
         except (NotFound, Damaged, Unsupported) as error:
-            report.bad.append(Bad(item.name.hex(), manifest.item_key(item), error.what))
-        yield
+            return error
+        return None
+
+    for item in manifest.of_kind(CALIBRATION):  # no block can be decoded without
+        if item.name not in checked:
+            yield from _told(item, check(item), manifest, checked, report)
+    rest = manifest.of_kind(BLOCK) + manifest.of_kind(STATE)
+    unread = [item for item in rest if item.name not in checked]
+    at_once = at_once_of(layout_of(root.identity).in_blocks.size(manifest.block_size))
+    for item, error in in_order(check, unread, at_once):
+        yield from _told(item, error, manifest, checked, report)
 
 
-def _check(root: Root, item: Item, wanted: Wanted | None, data: memoryview | KvsnapError) -> None:
-    if isinstance(data, KvsnapError):
-        raise data
+def _told(
+    item: Item,
+    error: KvsnapError | None,
+    manifest: Manifest,
+    checked: set[bytes],
+    report: VerifyReport,
+) -> Iterator[None]:
+    checked.add(item.name)
+    report.checked += 1
+    if error is not None:
+        report.bad.append(Bad(item.name.hex(), manifest.item_key(item), error.what))
+    yield
+
+
+def _check(
+    remote: Remote, manifest: Manifest, root: Root, item: Item, wanted: Wanted | None
+) -> None:
+    most = min(item.size, MOST_CALIBRATION)
+    if wanted is not None:
+        most = longest_block(wanted, layout_of(root.identity))
+    data = memoryview(remote.get(manifest.item_key(item), most).data)
     check_header(data)
-    if wanted is None:
-        calibration = parse_calibration(data)
-        if calibration.digest != item.name.hex():
-            raise Damaged("the file holds another calibration than its name says")
-        register(calibration)
+    if wanted is not None:
+        check_foreign(root, wanted, data, item.content.hex())
         return
-    check_file_digest(data)
-    block = parse_block(data)
-    found = difference(block.record, root, wanted)
-    if found is not None:
-        raise Damaged(found)
-    block.check_content()
-    if block.content != item.content.hex():
-        raise Damaged("its rows are not those that the manifest names")
+    calibration = parse_calibration(data)
+    if calibration.digest != item.name.hex():
+        raise Damaged("the file holds another calibration than its name says")
+    register(calibration)

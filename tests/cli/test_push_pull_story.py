@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import SYSTEM
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK = 64
 
@@ -20,7 +20,7 @@ def test_a_prompt_warmed_here_is_resumed_elsewhere_and_only_new_blocks_move(
 ) -> None:
     folder, there = tmp_path / "remote", tmp_path / "there"
     url = folder.as_uri()
-    system = {"role": "system", "content": SYSTEM * 24}
+    system = {"role": "system", "content": SYSTEM * 18}
     saved = {}
     for name, question in (("hours", "When do you open?"), ("rules", "May I bring my dog?")):
         chat = tmp_path / f"{name}.json"
@@ -47,16 +47,20 @@ def test_a_prompt_warmed_here_is_resumed_elsewhere_and_only_new_blocks_move(
     for name, tokens in ((name, report["tokens"]) for name, report in saved.items()):
         answers = [
             kvsnap(
-                "resume", name, "--model", model, "--prompt", "And why?", "--max-tokens", 12,
-                "--no-save", "--json", *where,
+                "resume", name, "--model", model, "--prompt", "And why?", "--max-tokens", 8,
+                "--no-save", "--json", *where, **remote,
             ).json
-            for where in ([], ["--store", there])
+            for where, remote in (
+                ([], {}),
+                (["--store", there], {}),
+                (["--store", tmp_path / "third"], {"KVSNAP_REMOTE": url}),  # nothing was pulled
+            )
         ]  # fmt: skip
         for answer in answers:
             # All that was stored came back, tail included: no block is computed anew.
             assert answer["reused_tokens"] == tokens
             assert answer["computed_tokens"] == answer["prompt_tokens"] - tokens < BLOCK
-        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        assert answers[0]["token_ids"] == answers[1]["token_ids"] == answers[2]["token_ids"]
         assert len(answers[0]["token_ids"]) > 0
 
 

@@ -16,6 +16,7 @@ from kvsnap.formats.manifest import (
     BLOCK,
     CALIBRATION,
     MAX_ITEMS,
+    MAX_TOKENS,
     SESSION,
     STATE,
     Item,
@@ -38,6 +39,7 @@ names = st.text(min_size=1, max_size=60).filter(
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     block_size = draw(st.integers(1, 2**16))
+    most = min(MAX_ITEMS * block_size, MAX_TOKENS)
     distinct = draw(st.lists(digests, min_size=1, max_size=8, unique=True))
     kinds = draw(st.lists(st.sampled_from([BLOCK, STATE, CALIBRATION]), max_size=len(distinct) - 1))
     items = tuple(
@@ -51,7 +53,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         fidelity=draw(st.text(max_size=20)),
         block_size=block_size,
         revision=draw(counts),
-        tokens=draw(st.integers(8 * block_size, MAX_ITEMS * block_size)),
+        tokens=draw(st.integers(8 * block_size, most)),
         created=draw(counts),
         creator=draw(st.text(max_size=20)),
         model=draw(st.text(max_size=20)),

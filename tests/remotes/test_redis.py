@@ -127,6 +127,17 @@ def test_glob_characters_of_foreign_keys_match_nothing_of_ours(server, raw, remo
     assert not found
 
 
+def test_a_key_that_the_server_names_twice_is_listed_once(remote, monkeypatch):
+    """SCAN may, while its table grows or shrinks."""
+    keys = [f"blocks/{number}" for number in range(3)]
+    for key in keys:
+        remote.put(key, b"x")
+    raw = [f"kv:{key}".encode() for key in keys]
+    answers = iter([(7, raw[:2]), (9, []), (0, raw[1:])])
+    monkeypatch.setattr(remote._client, "scan", lambda *args, **options: next(answers))
+    assert [entry.key for entry in remote.list("blocks/")] == keys
+
+
 def test_the_time_of_change_is_the_servers(server, remote, raw, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 0.0)
     remote.put(KEY, b"x")
@@ -298,6 +309,7 @@ def test_a_cluster_of_one_node_is_named(tmp_path):
         ("OOM command not allowed", RemoteError, "command not allowed"),
         ("READONLY You can't write", RemoteError, "can't write"),
         (f"ERR unknown command, with args beginning with: '{PASSWORD}'", RemoteError, "unknown"),
+        ("ERR unknown command 'X', with args beginning with: 'private'", RemoteError, "unknown"),
         (f"ERR {PASSWORD} is wrong", RemoteError, "… is wrong"),
         ("ERR max number of clients reached", RemoteDown, "max number of clients"),
         ("ERR " + "long " * 1000, RemoteError, "long long"),
@@ -315,6 +327,7 @@ def test_what_a_server_says_becomes_one_line_of_the_right_kind(said, kind, told)
             assert type(raised.value) is kind
             assert told in failure(lambda: remote.get(KEY, 9), kind)
             assert len(raised.value.what) < 300
+            assert "private" not in raised.value.what
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
 

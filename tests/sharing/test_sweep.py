@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,41 @@ def test_a_sweep_that_fails_leaves_no_mark(
     with pytest.raises(RemoteDown):
         sweep(Hooked(remote, fail))
     assert not list(remote.list("sweeping/"))
+
+
+def test_a_sweep_that_fails_has_ended_when_its_mark_goes(
+    machine: Machine, remote: Counted, there: Path
+) -> None:
+    """A push that finds no mark relies on it that nothing is deleted any more."""
+    save_and_push(machine("a"), remote, IDS, "chat")
+    remove(remote, ME, ["chat"])
+    age(there, 30)
+    failed, running, lock = threading.Event(), threading.Event(), threading.Lock()
+    order: list[str] = []
+
+    class Slow(Hooked):
+        def delete(self, key: str) -> None:
+            if key.startswith("sweeping/"):
+                order.append("mark gone")
+                super().delete(key)
+                return
+            with lock:
+                order.append("begun")
+                first = order.count("begun") == 1
+            if first:
+                assert running.wait(30)
+                threading.Timer(0.2, failed.set).start()
+                raise RemoteDown("gone")
+            running.set()
+            assert failed.wait(30)
+            super().delete(key)
+            order.append("deleted")
+
+    with pytest.raises(RemoteDown):
+        sweep(Slow(remote, lambda operation, key: None))
+    assert failed.wait(30)
+    assert "deleted" in order
+    assert order[-1] == "mark gone"
 
 
 def test_an_interrupted_sweep_leaves_no_mark(two: Store, remote: Counted) -> None:
