@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.kvstore.remotes.base import Remote
@@ -74,23 +74,25 @@ def open_remote(url: str, options: Options | None = None) -> Remote:
 
 def _scheme(url: str) -> str:
     """Of what is a URL of a remote; what is none is not shown, there may be a key in it."""
-    if not is_remote_url(url):
+    found = _parsed(url) if is_remote_url(url) else None
+    if found is None:
         raise UsageError(
-            "this is not the URL of a remote", "for example file:///mnt/kv or s3://bucket/kv"
+            "this is not the URL of a remote",
+            "for example file:///mnt/kv or s3://bucket/kv; in a user or password a slash is %2F, an"
+            " @ is %40",
         )
-    unreadable = UsageError(
-        "this is not the URL of a remote: it cannot be read",
-        "escape what is special in a user or password: %2F for a slash, %40 for an @",
-    )
+    return found.scheme
+
+
+def _parsed(url: str) -> SplitResult | None:
+    """None for what cannot be told apart. A password with a slash ends the host's name, and its rest
+    would count as a path, and be shown."""
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
-        raise unreadable from None
-    # A password with a slash ends the host's name, and its rest would count as a path, and be shown.
-    if parts.scheme != "file" and "@" in parts.path:
-        raise unreadable
-    return parts.scheme
+        return None
+    return parts if parts.scheme == "file" or "@" not in parts.path else None
 
 
 def redact(url: str) -> str:
