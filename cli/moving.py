@@ -17,7 +17,8 @@ from kvsnap.formats.errors import PartlyDone
 
 if TYPE_CHECKING:
     from kvsnap.kvstore.remotes.base import Remote
-    from kvsnap.kvstore.sharing.pull import PullPlan, PullReport
+    from kvsnap.kvstore.sharing.pull import PullReport
+    from kvsnap.kvstore.sharing.pull_plan import PullPlan
     from kvsnap.kvstore.sharing.push import PushReport
     from kvsnap.kvstore.sharing.push_plan import PushPlan
 

@@ -228,6 +228,8 @@ class Session:
                 wanted = self._writer.chain()
                 self._writer.put(wanted, lease)
                 self._writer.put_states(self._writer.waiting_on(wanted), lease)
+            if self.store.behind is not None and self.name is None:
+                self.store.behind.send_chain([block.name for block in wanted])
 
         try_again(put)
 

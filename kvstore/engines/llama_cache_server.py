@@ -20,6 +20,7 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.errors import KvsnapError, NotFound, Unsupported, UsageError
 from kvsnap.formats.tenant import Tenant, parse_key
 from kvsnap.kvstore.place import write_settings
+from kvsnap.kvstore.remotes import default_url
 from kvsnap.kvstore.store import Store
 
 logger = logging.getLogger("kvsnap")
@@ -86,7 +87,13 @@ def _serve(arguments: Sequence[str] | None) -> None:
     server, models = _settings(options)
     _check_models(models)
     tenant = _tenant(options.kvsnap_tenant_key_file)
-    with Store(options.kvsnap_store, capacity=options.kvsnap_capacity) as store:
+    remote = options.kvsnap_remote or default_url()
+    with Store(
+        options.kvsnap_store,
+        capacity=options.kvsnap_capacity,
+        remote=remote,
+        write_behind=options.kvsnap_write_behind,
+    ) as store:
         write_settings(store.place)  # raises where nothing can be kept, before hours of serving
         uvicorn.run(
             create_app(
@@ -119,6 +126,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     ours = parser.add_argument_group("kvsnap")
     ours.add_argument("--kvsnap-store", metavar="PATH", help="default: KVSNAP_STORE, or ~/.cache")
     ours.add_argument("--kvsnap-capacity", metavar="SIZE", help='how large it may get: "20GB"')
+    ours.add_argument(
+        "--kvsnap-remote", metavar="URL", help="what is missing is looked for there; KVSNAP_REMOTE"
+    )
+    ours.add_argument(
+        "--kvsnap-write-behind", action="store_true", help="what is stored goes to the remote, too"
+    )
     ours.add_argument("--kvsnap-codec", metavar="CODEC", help="default: zstd, without loss")
     ours.add_argument(
         "--kvsnap-tenant-key-file", metavar="F", type=Path, help="32 bytes, or 64 hex characters"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 from kvsnap.formats.errors import NotFound, PartlyDone
 from kvsnap.kvstore import events
@@ -89,5 +88,10 @@ class Behind:
         with self._changed:
             work = self._waiting.pop(next(iter(self._waiting)))
             self._changed.notify_all()
-        with suppress(NotFound, PartlyDone):  # removed since, or evicted in part: no more to send
+        try:
             work()
+        except NotFound:  # removed since
+            return
+        except PartlyDone as error:
+            if error.report is None:  # a sweep was under way, and may have met files of it
+                raise  # else its end was evicted: there is no more to send

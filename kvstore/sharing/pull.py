@@ -11,11 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.codecs.calibration import parse_calibration
-from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import (
     Damaged,
     Diverged,
@@ -28,54 +27,27 @@ from kvsnap.formats.errors import (
     Vanished,
 )
 from kvsnap.formats.identity import EXACT, Root, layout_of
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
-from kvsnap.formats.names import ZERO_PARENT, common_prefix
-from kvsnap.formats.session import SessionFile, pack_session
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item
+from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import check_session_name
-from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
 from kvsnap.kvstore.holds import Lease
-from kvsnap.kvstore.place import SETTINGS
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
-from kvsnap.kvstore.sessions import Draft, Version
-from kvsnap.kvstore.sharing import manifests
+from kvsnap.kvstore.sessions import Draft
 from kvsnap.kvstore.sharing.checks import (
     MOST_CALIBRATION,
     check_header,
-    check_names,
     longest_block,
-    root_of_session,
     wanted_files,
 )
+from kvsnap.kvstore.sharing.pull_plan import PullPlan, plan_pull
 from kvsnap.kvstore.sharing.push import Progress
 from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
 from kvsnap.kvstore.store import Store
 
 _NO_PARENT = "the block before it is missing"
-
-
-@dataclass(frozen=True)
-class PullPlan:
-    """`missing` of the manifest's files come here, `session` then replaces `started_from`."""
-
-    url: str
-    manifest: Manifest
-    missing: tuple[Item, ...]
-    session: SessionFile
-    packed: Packed
-    root: Root
-    started_from: Version
-    same: bool
-    """The very session is here already."""
-
-    @property
-    def files(self) -> int:
-        return len(self.manifest.items) - 1
-
-    @property
-    def bytes(self) -> int:
-        return sum(item.size for item in self.missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,39 +123,6 @@ def pull(
         return report
 
     return try_again(once)
-
-
-def plan_pull(
-    store: Store,
-    remote: Remote,
-    name: str,
-    *,
-    tenant: Tenant | None = None,
-    new_name: str | None = None,
-    force: bool = False,
-) -> PullPlan:
-    """What comes. Reads the manifest and the session's file; nothing is written."""
-    manifest, _ = manifests.require(remote, tenant_id(tenant), name)
-    try:
-        session, data = manifests.session_of(remote, manifest)
-    except (Damaged, NotFound) as error:
-        raise Damaged(
-            f"session {name!r} in {remote.url} cannot be used: {error.what}",
-            "push it again from where it is whole, with --force",
-        ) from error
-    root = root_of_session(session, tenant)
-    check_names(manifest, session, root)
-    _check_block_size(store, manifest)
-    packed = Packed((data,), len(data), session.file_digest)
-    if new_name not in (None, name):
-        session, packed = _renamed(session, str(new_name))
-    record = session.record
-    started_from = store.sessions.version(record.tenant_id, record.name)
-    same = started_from[1] == packed.file_digest
-    if started_from != (0, "") and not same and not force:
-        _check_goes_on(store, session, remote.url)
-    missing = [item for item in manifest.items if _is_missing(store, item)]
-    return PullPlan(remote.url, manifest, tuple(missing), session, packed, root, started_from, same)
 
 
 def _apply(
@@ -295,49 +234,6 @@ def _adopt(
         return _NO_PARENT
     store.blocks.adopt(root, wanted, found, lease)
     return None
-
-
-def _check_block_size(store: Store, manifest: Manifest) -> None:
-    if manifest.block_size == store.block_size:
-        return
-    raise Unsupported(
-        f"the session's blocks have {manifest.block_size} tokens, this store's"
-        f" {store.block_size}: they would never be found",
-        f'pull it into a new store (--store) whose {SETTINGS} has "block_size": {manifest.block_size}',
-    )
-
-
-def _check_goes_on(store: Store, session: SessionFile, url: str) -> None:
-    """Raise `Diverged` unless what comes goes on from what is here, as a newer revision."""
-    record = session.record
-    ours = store.sessions.load(record.tenant_id, record.name).record
-    common = common_prefix(ours.token_ids, record.token_ids)
-    if common == len(ours.token_ids) and ours.revision < record.revision:
-        return
-    where = (
-        f"it has other tokens from position {common} on"
-        if common < len(ours.token_ids)
-        else f"it is revision {ours.revision}, that of {url} is another {record.revision}"
-    )
-    raise Diverged(
-        f"another session {record.name!r} is here: {where}",
-        "pull under another name (--as), or over it with --force",
-    )
-
-
-def _renamed(session: SessionFile, name: str) -> tuple[SessionFile, Packed]:
-    record = replace(session.record, name=name)
-    rows = session.tail_rows()
-    packed = pack_session(record, session.codec, layout_of(record.identity), rows)
-    return replace(session, record=record, file_digest=packed.file_digest), packed
-
-
-def _is_missing(store: Store, item: Item) -> bool:
-    if item.kind in (BLOCK, STATE):
-        return not store.blocks.has(item.name)
-    if item.kind == CALIBRATION:
-        return not store.calibrations.path(item.name.hex()).exists()
-    return False  # the session's file came with the plan
 
 
 def _raise_partly(report: PullReport, came: _Arrived) -> None:

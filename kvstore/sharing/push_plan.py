@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from kvsnap.formats.errors import Damaged, Diverged, NotFound
 from kvsnap.formats.manifest import BLOCK, Item, Manifest, block_key
-from kvsnap.formats.names import common_prefix
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.contents import manifest_of
+from kvsnap.kvstore.sharing.lineage import why_not_newer
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
 from kvsnap.kvstore.store import Store
 
@@ -81,17 +81,11 @@ def _check_goes_on(remote: Remote, old: Manifest, session: SessionFile) -> None:
         theirs = manifests.session_of(remote, old)[0].record
     except (NotFound, Damaged):
         return  # nobody can pull it
-    ours = session.record
-    common = common_prefix(theirs.token_ids, ours.token_ids)
-    if common == len(theirs.token_ids) and theirs.revision < ours.revision:
+    parting = why_not_newer(theirs, session.record)
+    if not parting:
         return
-    where = (
-        f"it has other tokens from position {common} on"
-        if common < len(theirs.token_ids)
-        else f"it is revision {theirs.revision}, this is another {ours.revision}"
-    )
     raise Diverged(
-        f"{remote.url} has another {old.name!r}, pushed by {reprlib.repr(old.creator)}: {where}",
+        f"{remote.url} has another {old.name!r}, pushed by {reprlib.repr(old.creator)}: {parting}",
         "pull it under another name (--as), or push over it with --force",
     )
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 
-from kvsnap.formats.errors import PartlyDone
+from kvsnap.formats.errors import PartlyDone, RemoteError
 from kvsnap.kvstore.remotes.base import Remote
 
 FOLDER = "sweeping/"
@@ -26,15 +26,15 @@ LONGEST_WAIT = 120.0
 
 
 @contextlib.contextmanager
-def marked(
-    remote: Remote, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[], None]]:
+def marked(remote: Remote, clock: Callable[[], float] = time.time) -> Iterator[Callable[[], None]]:
     """Yields what the sweep calls while it works."""
     mark, last = _key(), clock()
     remote.put(mark, _TEXT)
 
     def refresh() -> None:
         nonlocal last
+        if clock() - last > STALE / 2:  # the machine slept: pushes may take the mark for a dead one
+            raise RemoteError("the sweep stood still for too long, and ends here", "run it again")
         if clock() - last > REFRESH:
             remote.put(mark, _TEXT)
             last = clock()

@@ -11,7 +11,8 @@ import pytest
 from kvsnap.formats.errors import NotFound, Unsupported
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.session import Session
-from kvsnap.kvstore.sharing.pull import PullPlan, pull
+from kvsnap.kvstore.sharing.pull import pull
+from kvsnap.kvstore.sharing.pull_plan import PullPlan
 from kvsnap.kvstore.sharing.push import push
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.aftermath import assert_clean, assert_saved
