@@ -139,9 +139,11 @@ class App:
 
         remote = None
         if read_through:
-            from kvsnap.kvstore.remotes import default_url
+            from kvsnap.kvstore.remotes import VARIABLE, check_url, default_url
 
             remote = default_url()
+            if remote is not None:
+                check_url(remote, VARIABLE)
         store = Store(
             self.store_path,
             capacity=self.settings.get("capacity"),

@@ -30,13 +30,15 @@ remote_option = click.option("--remote", metavar="URL", help="Do it in this remo
 @contextlib.contextmanager
 def opened(url: str | None) -> Iterator[Remote]:
     """The remote of that URL, or of KVSNAP_REMOTE where a command names none; closed at the end."""
-    from kvsnap.kvstore.remotes import VARIABLE, default_url, open_remote
+    from kvsnap.kvstore.remotes import VARIABLE, check_url, default_url, open_remote
 
+    source = "REMOTE" if url is not None else VARIABLE
     url = url if url is not None else default_url()
     if url is None:
         raise UsageError(
             "no remote was named", f"give its URL, like s3://bucket/kv, or set {VARIABLE}"
         )
+    check_url(url, source)
     with contextlib.closing(open_remote(url)) as remote:
         yield remote
 

@@ -9,7 +9,8 @@ import click
 
 from kvsnap.cli.inputs import read_tenant, tenant_option
 from kvsnap.cli.main import App
-from kvsnap.cli.remote import opened, remote_option
+from kvsnap.cli.remote import is_url, opened, remote_option
+from kvsnap.formats.errors import UsageError
 
 
 @click.command("rm")
@@ -23,6 +24,10 @@ def command(
     """Remove sessions. Their blocks stay: others may share them; gc removes what nobody needs."""
     from kvsnap.formats.tenant import tenant_id
 
+    if any(map(is_url, sessions)):
+        raise UsageError(
+            "a remote stands among the sessions", "kvsnap rm SESSION --remote URL removes it there"
+        )
     tenant = tenant_id(read_tenant(tenant_key_file))
     if remote is not None:
         from kvsnap.kvstore.sharing.remove import remove

@@ -51,17 +51,20 @@ def load_transformers(
     return Transformers(model.eval(), tokenizer=tokenizer, context=context)
 
 
+_WANTED = "give a Hugging Face folder, or a GGUF file, with --model"
+
+
 def _place(path: Path) -> tuple[dict[str, Any], Any]:
     """What `from_pretrained` is given, and the type of the weights."""
     common = {"local_files_only": True, "trust_remote_code": False}
+    if not path.exists():
+        raise NotFound(f"no model {path}", _WANTED)
     if not path.is_dir():
         check_model(path)
         place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         return {**place, **common}, torch.float32
     if not (path / "config.json").is_file():
-        raise NotFound(
-            f"{path} has no config.json", "give a Hugging Face folder, or a GGUF file, with --model"
-        )
+        raise NotFound(f"{path} has no config.json", _WANTED)
     return {"pretrained_model_name_or_path": str(path), **common}, "auto"
 
 

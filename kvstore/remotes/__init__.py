@@ -56,7 +56,7 @@ def open_remote(url: str, options: Options | None = None) -> Remote:
     from kvsnap.kvstore.remotes.retried import Retried
 
     options = options or Options()
-    scheme = _scheme(url)
+    scheme = check_url(url)
     kind = KINDS.get(scheme) or _foreign(scheme)
     if kind is None:
         raise Unsupported(
@@ -72,12 +72,13 @@ def open_remote(url: str, options: Options | None = None) -> Remote:
     return Retried(Limited(found(url, options.timeout), options), options)
 
 
-def _scheme(url: str) -> str:
-    """Of what is a URL of a remote; what is none is not shown, there may be a key in it."""
+def check_url(url: str, source: str = "this") -> str:
+    """The scheme of a remote's URL. `UsageError` for what is none, which is not shown: there may be a
+    key in it. `source` says where it came from."""
     found = _parsed(url) if is_remote_url(url) else None
     if found is None:
         raise UsageError(
-            "this is not the URL of a remote",
+            f"{source} is not the URL of a remote",
             "for example file:///mnt/kv or s3://bucket/kv; in a user or password a slash is %2F, an"
             " @ is %40",
         )

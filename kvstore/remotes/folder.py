@@ -266,6 +266,10 @@ def _path(url: str) -> Path:
         )
     if parts.query or parts.fragment:
         raise UsageError("a folder remote's URL ends with its path", "write ? as %3F and # as %23")
+    if (Path(path) / "kvsnap.json").exists():  # no remote has one; gc of it would take its blocks
+        raise UsageError(
+            "this folder is a store, and no remote", "give a folder of its own for a remote"
+        )
     return Path(path)
 
 

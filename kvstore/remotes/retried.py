@@ -19,10 +19,13 @@ _Done = TypeVar("_Done")
 
 
 class Tries(Protocol):
-    """What is needed of the options: how often an operation is begun before its failure counts."""
+    """What is needed of the options: how often an operation is begun before its failure counts, and
+    the seconds after which it is not begun again: whoever waits has waited long enough."""
 
     @property
     def tries(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
 
 
 class Retried(Wrapped):
@@ -35,9 +38,11 @@ class Retried(Wrapped):
         options: Tries,
         sleep: Callable[[float], None] = time.sleep,
         draw: Callable[[float, float], float] = random.uniform,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(remote)
         self._tries = max(1, options.tries)
+        self._patience, self._clock = options.timeout, clock
         self._sleep = sleep
         self._draw = draw
 
@@ -81,7 +86,7 @@ class Retried(Wrapped):
         `RemoteDown` stands."""
         handed_out = 0
         keys = hashlib.blake2b()
-        failures = 0
+        failures, started = 0, self._clock()
         while True:
             entries = self.remote.list(prefix)
             try:
@@ -101,17 +106,23 @@ class Retried(Wrapped):
                 return
             except RemoteDown:
                 failures += 1
-                if failures >= self._tries:
+                if failures >= self._tries or self._too_late(started):
                     raise
             self._wait(failures)
 
     def _again(self, work: Callable[[], _Done]) -> _Done:
+        started = self._clock()
         for failures in range(1, self._tries):
             try:
                 return work()
             except RemoteDown:
+                if self._too_late(started):
+                    raise
                 self._wait(failures)
         return work()
+
+    def _too_late(self, started: float) -> bool:
+        return self._clock() - started >= self._patience
 
     def _wait(self, failures: int) -> None:
         longest = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(failures - 1, 16))

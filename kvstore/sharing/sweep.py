@@ -6,8 +6,9 @@ there: the grace covers the first, and sweep_mark.py the second. Children go bef
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.session_name import SUFFIX
@@ -46,8 +47,9 @@ def sweep(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SweepReport:
     """Raises `Damaged` where a manifest cannot be read: what it names must not go."""
-    if dry_run:
-        return _sweep(remote, grace_days, remote_time(remote), lambda: None, None)
+    if dry_run or next(iter(remote.list("")), None) is None:  # nothing is written in either case
+        report = _sweep(remote, grace_days, time.time(), lambda: None, None)
+        return replace(report, dry_run=dry_run)
     with marked(remote) as refresh:
         return _sweep(remote, grace_days, remote_time(remote), refresh, progress)
 
