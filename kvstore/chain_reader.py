@@ -147,7 +147,8 @@ class ChainReader:
         if problem.startswith(NOT_WORTH):
             result.skipped = problem
         elif problem:
-            result.damage.append(f"{REMOTE}{problem}")
+            others = [line for line in result.damage if line != problem]
+            result.damage[:] = [*others, f"{REMOTE}{problem}"]
         if whole <= depth:
             return match, None
         return Match(whole * size, tuple(chain(names, ids, size, whole))), depth

@@ -34,7 +34,7 @@ def command(
     """Check every file of the store, or SESSION and its blocks. Nothing is changed.
 
     With REMOTE, which may stand alone: what is there. Exit code 1 if anything is bad. A bad block is
-    computed again and replaced by the next save of its prompt; in a remote by the next push.
+    computed again and replaced by the next save of its prompt; in a remote by push --force.
     """
     if session is not None and remote is None and is_url(session):
         session, remote = None, session
@@ -94,5 +94,5 @@ def _verify_remote(app: App, session: str | None, url: str, tenant: Any) -> int:
     for left in report.unreachable:
         app.out.say(f"not checked: {printable(left, 300)}")
     if report.bad:
-        app.out.say("push the session again from where it is whole: bad files are replaced")
+        app.out.say("kvsnap push --force from where the session is whole replaces bad files")
     return 1 if report.bad else 0

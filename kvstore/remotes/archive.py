@@ -38,6 +38,9 @@ _MOST = 1 << 30
 """Bytes asked of one pread: Linux gives at most 2 GiB less a page."""
 
 
+_COPY_AGAIN = "copy the file again, or export the session again from where it is whole"
+
+
 class Archive(Remote):
     """Reads members where they lie. Nothing can be written; threads may read at once."""
 
@@ -59,10 +62,14 @@ class Archive(Remote):
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
-                raise Damaged(f"{path} is no regular file")
+                raise Damaged(f"{path} is no regular file", _COPY_AGAIN)
             found = cls(path, file, status.st_mtime)
             with _errors(path, "read"):
                 found._scan(status.st_size)
+        except Damaged as error:
+            os.close(file)
+            told = error.what if str(path) in error.what else f"{path}: {error.what}"
+            raise Damaged(told, _COPY_AGAIN) from error
         except BaseException:
             os.close(file)
             raise
@@ -225,8 +232,8 @@ def _errors(path: Path, doing: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         if doing == "read":
-            raise NotFound(f"there is no {path}") from error
-        raise RemoteError(f"cannot write {path}: no such folder") from error
+            raise NotFound(f"there is no {path}", "check the path") from error
+        raise RemoteError(f"cannot write {path}: no such folder", "make its folder") from error
     except OSError as error:
         raise RemoteError(
             f"cannot {doing} {path} ({error.strerror})",

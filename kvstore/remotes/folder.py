@@ -72,6 +72,13 @@ class Folder(Remote):
         self.url, self._timeout, self._root = url, timeout, _path(url)
         self._tidied: set[str] = set()
 
+    def _refuse_a_store(self) -> None:
+        """Before anything is changed. No remote has a kvsnap.json; `gc` would take a store's blocks."""
+        if (self._root / "kvsnap.json").exists():
+            raise RemoteError(
+                f"{self.url} is a store, and no remote", "give a folder of its own for a remote"
+            )
+
     def get(self, key: str, limit: int) -> Object:
         with self._opened(key) as (handle, size):
             if size > limit:
@@ -94,11 +101,15 @@ class Folder(Remote):
         return None
 
     def put(self, key: str, data: Buffer) -> None:
+        with self._errors(key):
+            self._refuse_a_store()
         with self._errors(key), self._folder_of(key, make=True) as (folder, name):
             assert folder is not None
             self._write(folder, key.rpartition("/")[0], name, memoryview(data).cast("B"))
 
     def replace(self, key: str, data: Buffer, version: str | None) -> bool:
+        with self._errors(key):
+            self._refuse_a_store()
         with self._errors(key), self._folder_of(key, make=True) as (folder, name):
             assert folder is not None
             with self._locked(folder, key):
@@ -117,6 +128,8 @@ class Folder(Remote):
                 yield from self._walk(folder, where)
 
     def delete(self, key: str) -> None:
+        with self._errors(key):
+            self._refuse_a_store()
         with self._errors(key), self._folder_of(key) as (folder, name):
             if folder is not None:
                 with contextlib.suppress(FileNotFoundError):
@@ -266,10 +279,6 @@ def _path(url: str) -> Path:
         )
     if parts.query or parts.fragment:
         raise UsageError("a folder remote's URL ends with its path", "write ? as %3F and # as %23")
-    if (Path(path) / "kvsnap.json").exists():  # no remote has one; gc of it would take its blocks
-        raise UsageError(
-            "this folder is a store, and no remote", "give a folder of its own for a remote"
-        )
     return Path(path)
 
 

@@ -53,7 +53,8 @@ class Http(ObstoreRemote):
 
     def list(self, prefix: str) -> Iterator[Entry]:
         raise Unsupported(
-            f"{self.url}: a web server does not list what it has", "name the session to pull"
+            f"{self.url}: a web server does not list what it has",
+            "name a session, or use the folder or bucket behind it",
         )
 
     def _version(self, meta: Any, data: bytes) -> str:

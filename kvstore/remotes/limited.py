@@ -128,7 +128,7 @@ class Limited(Wrapped):
     def _no_answer(self, what: str) -> RemoteDown:
         return RemoteDown(
             f"{self.url}: {what.strip()}: no answer within {self._timeout:g} s",
-            "is the server up, and the timeout long enough for its objects?",
+            "is the server up?",
         )
 
 

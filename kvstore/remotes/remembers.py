@@ -115,8 +115,7 @@ class Remembers(Wrapped):
             until = self._down_until
         if self._clock() < until or self._within(self._failed, key):
             raise RemoteDown(
-                f"{self.url} is not asked again within {self._seconds:g} s of a failure: "
-                f"{self._why}",
+                f"not asked again within {self._seconds:g} s of a failure: {self._why}",
                 "what is missing is computed meanwhile",
             )
 

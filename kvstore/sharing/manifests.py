@@ -10,6 +10,7 @@ from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
 from kvsnap.formats.identity import layout_of
 from kvsnap.formats.manifest import MAX_MANIFEST, Manifest, manifest_key, parse_manifest
 from kvsnap.formats.session import SessionFile, parse_session
+from kvsnap.kvstore.remotes import is_remote_url
 from kvsnap.kvstore.remotes.base import Entry, Remote
 from kvsnap.kvstore.sharing.checks import (
     MOST_ROWS,
@@ -50,16 +51,28 @@ def require(remote: Remote, tenant_id: str, name: str) -> tuple[Manifest, str]:
     if found is None:
         raise NotFound(
             f"no session {name!r} in {remote.url}",
-            f"kvsnap ls {remote.url} shows what is there"
-            if remote.abilities.list
-            else "check the name; this kind of remote cannot be listed",
+            _what_is_there(remote),
         )
     if found.manifest is None:
         raise Damaged(
             f"the manifest of {name!r} in {remote.url} is damaged: {found.problem}",
-            "push the session again from where it is whole, with --force",
+            bring_again(remote.url),
         )
     return found.manifest, found.version
+
+
+def bring_again(url: str) -> str:
+    """What to do about a file that is damaged or missing there."""
+    how = "push it again, with --force," if is_remote_url(url) else "export it again"
+    return f"{how} from where the session is whole"
+
+
+def _what_is_there(remote: Remote) -> str:
+    if not remote.abilities.list:
+        return "check the name; this kind of remote cannot be listed"
+    if not is_remote_url(remote.url):
+        return "without a name its session is imported, or all that it has are named"
+    return f"kvsnap ls {remote.url} shows what is there"
 
 
 def every(remote: Remote) -> Iterator[Pushed]:

@@ -42,6 +42,7 @@ from kvsnap.kvstore.sharing.checks import (
     longest_block,
     wanted_files,
 )
+from kvsnap.kvstore.sharing.manifests import bring_again
 from kvsnap.kvstore.sharing.pull_plan import PullPlan, plan_pull
 from kvsnap.kvstore.sharing.push import Progress
 from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
@@ -241,10 +242,17 @@ def _raise_partly(report: PullReport, came: _Arrived) -> None:
     if came.full is not None:
         error = NotAllStored(report.stored_blocks, report.blocks, came.full)
     elif came.lost:
+        several = f" and {len(came.lost) - 1} after it" if len(came.lost) > 1 else ""
         error = PartlyDone(
-            f"{report.remote} lacks {len(came.lost)} of {report.session!r}'s files or has damaged"
-            f" ones ({came.lost[0]}); resuming computes what is missing",
-            "push the session again from where it is whole, with --force",
+            f"{report.remote}: {came.lost[0]}; this file{several} of {report.session!r} cannot be"
+            " used, resuming computes what they hold",
+            bring_again(report.remote),
+        )
+    elif report.stored_blocks < report.blocks and not report.dry_run:
+        error = PartlyDone(
+            f"{report.remote} has the front of {report.session!r}, {report.stored_blocks} of"
+            f" {report.blocks} blocks; resuming computes the rest",
+            "resume and save the session, then push it",
         )
     else:
         return

@@ -15,7 +15,7 @@ from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sessions import Version
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.checks import check_names, root_of_session
-from kvsnap.kvstore.sharing.lineage import why_not_newer
+from kvsnap.kvstore.sharing.lineage import is_ahead, why_not_newer
 from kvsnap.kvstore.store import Store
 
 
@@ -58,7 +58,7 @@ def plan_pull(
     except (Damaged, NotFound) as error:
         raise Damaged(
             f"session {name!r} in {remote.url} cannot be used: {error.what}",
-            "push it again from where it is whole, with --force",
+            manifests.bring_again(remote.url),
         ) from error
     root = root_of_session(session, tenant)
     check_names(manifest, session, root)
@@ -91,7 +91,9 @@ def _check_goes_on(store: Store, session: SessionFile, url: str) -> None:
     if parting := why_not_newer(ours, record):
         raise Diverged(
             f"another session {record.name!r} is here than in {url}: {parting}",
-            "pull under another name (--as), or over it with --force",
+            "push it: all of that one is in it"
+            if is_ahead(ours, record)
+            else "pull under another name (--as), or over it with --force",
         )
 
 

@@ -18,6 +18,7 @@ from kvsnap.formats.errors import (
     Diverged,
     PartlyDone,
     RemoteError,
+    Unsupported,
     Vanished,
 )
 from kvsnap.formats.manifest import (
@@ -81,6 +82,10 @@ def push(
     and so may replace there.
     """
     started = time.monotonic()
+    if not remote.abilities.write:
+        raise Unsupported(
+            f"{remote.url} can only be read", "push to the folder or bucket behind it"
+        )
 
     def once() -> PushReport:
         with store.holds.lease() as lease:
@@ -108,8 +113,8 @@ def push(
     if report.evicted_blocks:
         error = PartlyDone(
             f"{report.evicted_blocks} of {report.blocks} blocks were evicted here and are not in"
-            f" {remote.url}; whoever pulls {name!r} computes them",
-            "resume and save the session, then push again",
+            f" {remote.url}; whoever takes {name!r} from there computes them",
+            "resume and save the session, then do this again",
         )
         error.report = report
         raise error

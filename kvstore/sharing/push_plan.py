@@ -13,7 +13,7 @@ from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.contents import manifest_of
-from kvsnap.kvstore.sharing.lineage import why_not_newer
+from kvsnap.kvstore.sharing.lineage import is_ahead, why_not_newer
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
 from kvsnap.kvstore.store import Store
 
@@ -86,7 +86,9 @@ def _check_goes_on(remote: Remote, old: Manifest, session: SessionFile) -> None:
         return
     raise Diverged(
         f"{remote.url} has another {old.name!r}, pushed by {reprlib.repr(old.creator)}: {parting}",
-        "pull it under another name (--as), or push over it with --force",
+        "pull it: all of this one is in it"
+        if is_ahead(theirs, session.record)
+        else "pull it under another name (--as), or push over it with --force",
     )
 
 

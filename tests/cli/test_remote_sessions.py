@@ -162,7 +162,7 @@ def test_verify_of_a_remote_finds_what_is_bad(
     assert done.code == 1
     assert f"bad  blocks/{name[:2]}/{name}.safetensors\n     " in done.out
     assert done.out.endswith("9 files checked, 1 bad\n")
-    assert "push the session again" in done.err
+    assert "push --force" in done.err
     assert [bad["name"] for bad in kvsnap("verify", "a", url, "--json").json["bad"]] == [name]
     assert kvsnap("verify", "b", url).code == 0
 

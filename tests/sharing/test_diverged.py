@@ -70,11 +70,13 @@ def test_what_is_older_is_refused_there_and_here(
 ) -> None:
     a, b = both
     turn(a, StampedEngine(), MINE, "chat")
-    with pytest.raises(Diverged, match="other tokens"):
+    with pytest.raises(Diverged, match="it goes on from this one") as raised:
         pull(a, remote, "chat")
+    assert "push it" in raised.value.hint
     push(a, remote, ME, "chat")
-    with pytest.raises(Diverged, match="other tokens"):
+    with pytest.raises(Diverged, match="it goes on from this one") as raised:
         push(b, remote, ME, "chat")
+    assert "pull it" in raised.value.hint, "and not --force, which would lose what is there"
     assert ids_in(remote) == MINE.tolist()
 
 

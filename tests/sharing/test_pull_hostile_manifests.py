@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvsnap.formats.container import Tensor
-from kvsnap.formats.errors import Damaged
+from kvsnap.formats.errors import Damaged, PartlyDone
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, ITEM_KINDS, SESSION, STATE, Item
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.sharing.manifests import require
-from kvsnap.kvstore.sharing.pull import pull
+from kvsnap.kvstore.sharing.pull import PullReport, pull
 from kvsnap.kvstore.sharing.push import push
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.aftermath import assert_saved
@@ -180,7 +180,10 @@ def test_a_manifest_that_is_short_of_blocks_is_a_shorter_session(
 ) -> None:
     change_manifest(remote, "chat", lambda own: [own[0], own[3]])
     b = machine("b")
-    report = pull(b, remote, "chat")
+    with pytest.raises(PartlyDone, match="the front of 'chat', 1 of 3 blocks") as raised:
+        pull(b, remote, "chat")
+    report = raised.value.report
+    assert isinstance(report, PullReport)
     assert (report.blocks, report.stored_blocks) == (3, 1)
     engine = StampedEngine()
     turn(b, engine, IDS, "chat", save=False)
