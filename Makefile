@@ -32,6 +32,7 @@ bench: .venv/ready
 	$(BIN)/python tests/bench/free_running.py
 	$(BIN)/python tests/bench/codec_choices.py
 	$(BIN)/python tests/bench/llama_cache.py
+	$(BIN)/python tests/bench/sharing.py
 	$(BIN)/kvsnap bench codecs
 	$(BIN)/kvsnap bench store --blocks 100000
 
