@@ -87,6 +87,10 @@ def members(read: Callable[[int, int], bytes], length: int) -> Iterator[Member]:
         at += size + padding(size)
 
 
+MOST_PADDING = 2**16
+"""Zeros behind the end that other programs may write."""
+
+
 def _block(read: Callable[[int, int], bytes], at: int, length: int) -> bytes:
     block = read(at, BLOCK) if at + BLOCK <= length else b""
     if len(block) != BLOCK:
@@ -97,7 +101,8 @@ def _block(read: Callable[[int, int], bytes], at: int, length: int) -> bytes:
 def _check_end(read: Callable[[int, int], bytes], at: int, length: int, pax: str) -> None:
     if pax or any(_block(read, at, length)):
         raise Damaged("the archive ends in the middle of a member")
-    if at + BLOCK != length:
+    padding = length - at - BLOCK  # to a whole record: tar's own are 20 blocks
+    if padding > MOST_PADDING or any(read(at + BLOCK, padding)):
         raise Damaged("something stands behind the archive's end")
 
 

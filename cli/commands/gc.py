@@ -100,9 +100,10 @@ def _sweep(app: App, url: str, grace: float | None, dry_run: bool, min_free: str
     if app.out.as_json:
         app.out.json(dataclasses.asdict(report))
     would = "would go" if dry_run else "went"
+    keep = "keeps" if report.sessions == 1 else "keep"
     app.out.text(
         f"{units.count(report.removed_files, 'file')} of {where} {would},"
-        f" {units.size(report.freed_bytes)}; {units.count(report.sessions, 'session')} keep"
+        f" {units.size(report.freed_bytes)}; {units.count(report.sessions, 'session')} {keep}"
         f" {units.count(report.kept_files, 'file')}, {units.size(report.kept_bytes)}"
     )
     if report.young_files:

@@ -91,6 +91,8 @@ def _verify_remote(app: App, session: str | None, url: str, tenant: Any) -> int:
     for bad in report.bad:
         app.out.text(f"bad  {printable(bad.path, 200)}\n     {printable(bad.reason, 300)}")
     app.out.text(f"{units.count(report.checked, 'file')} checked, {len(report.bad)} bad")
+    if not report.checked:
+        app.out.warn(f"there is nothing in {printable(remote.url, 200)}: is that the right place?")
     for left in report.unreachable:
         app.out.say(f"not checked: {printable(left, 300)}")
     if report.bad:

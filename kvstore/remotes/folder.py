@@ -73,7 +73,7 @@ class Folder(Remote):
         self._tidied: set[str] = set()
 
     def _refuse_a_store(self) -> None:
-        """Before anything is changed. No remote has a kvsnap.json; `gc` would take a store's blocks."""
+        """Before anything is changed, or looked through to be changed. No remote has a kvsnap.json; `gc` would take a store's blocks."""
         if (self._root / "kvsnap.json").exists():
             raise RemoteError(
                 f"{self.url} is a store, and no remote", "give a folder of its own for a remote"
@@ -123,6 +123,8 @@ class Folder(Remote):
 
     def list(self, prefix: str) -> Iterator[Entry]:
         where = check_prefix(prefix)
+        with self._errors(where or "its root"):
+            self._refuse_a_store()
         with self._errors(where or "its root"), self._folder_of(f"{where}x") as (folder, _):
             if folder is not None:
                 yield from self._walk(folder, where)

@@ -50,7 +50,7 @@ def require(remote: Remote, tenant_id: str, name: str) -> tuple[Manifest, str]:
     found = find(remote, tenant_id, name)
     if found is None:
         raise NotFound(
-            f"no session {name!r} in {remote.url}",
+            f"there is no session {name!r} in {remote.url}",
             _what_is_there(remote),
         )
     if found.manifest is None:

@@ -211,7 +211,7 @@ def test_gc_of_a_remote_removes_what_no_session_names_after_the_grace(
 ) -> None:
     kvsnap("rm", "a", "--remote", url)
     young = kvsnap("gc", "--remote", url)
-    assert young.out.startswith(f"0 files of {url} went, 0 B; 1 session keep 4 files")
+    assert young.out.startswith(f"0 files of {url} went, 0 B; 1 session keeps 4 files")
     assert "3 files, " in young.err
     age(folder, 8)
     planned = kvsnap("gc", "--remote", url, "--dry-run", "--json").json

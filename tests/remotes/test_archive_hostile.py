@@ -92,13 +92,14 @@ def info(name: str = "a", **fields: object) -> tarfile.TarInfo:
 
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
-    "zeros": bytes(10 * BLOCK),
+    "zeros": bytes(300 * BLOCK),
     "noise": os.urandom(10 * BLOCK),
     "gzip": b"\x1f\x8b" + os.urandom(3 * BLOCK),
     "no end": packed(("a", b"x")),
     "half an end": packed(("a", b"x")) + bytes(BLOCK),
     "more behind the end": packed(("a", b"x")) + END + packed(("b", b"y")) + END,
-    "zeros behind the end": packed(("a", b"x")) + END + bytes(BLOCK),
+    "many zeros behind the end": packed(("a", b"x")) + END + bytes(300 * BLOCK),
+    "a byte behind the end": packed(("a", b"x")) + END + bytes(BLOCK - 1) + b"x",
     "twice the same": packed(("a", b"x"), ("a", b"x")) + END,
     "up": packed(("../a", b"x")) + END,
     "up in the middle": packed(("a/../../b", b"x")) + END,
@@ -196,3 +197,10 @@ def test_the_most_members_open(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 64 * MEGABYTE
     finally:
         tracemalloc.stop()
+
+
+def test_zeros_to_a_whole_record_of_tar_are_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "padded.kvsnap"
+    path.write_bytes(packed(("a", b"x")) + END + bytes(17 * BLOCK))
+    with Archive.open(path) as archive:
+        assert archive.get("a", 10).data == b"x"
