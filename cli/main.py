@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "Write a session and its blocks into one file.",
     "gc": "Evict the least recently used blocks, and clean up.",
     "import": "Take a session from a file that export wrote.",
+    "keygen": "Make a new tenant key.",
     "ls": "List the sessions, here or in a remote.",
     "pin": "Keep a session or block from eviction.",
     "pull": "Take a session from a remote; only what is missing moves.",

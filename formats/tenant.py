@@ -27,7 +27,7 @@ class Tenant:
         if len(self.key) != 32:
             raise UsageError(
                 f"a tenant key has 32 bytes, this one has {len(self.key)}",
-                "give 32 random bytes or 64 hex characters, e.g. from: openssl rand -hex 32",
+                "give 32 random bytes or 64 hex characters; kvsnap keygen makes some",
             )
 
     @property
