@@ -44,6 +44,7 @@ from kvsnap.kvstore.store import Store
 OPTIONS = Options(timeout=5.0, tries=1)
 """Somebody waits for a first token: one try, and no longer."""
 NOT_FETCHED = "it was not fetched"
+MOST_GIVEN_UP = 10_000
 SLOW_SECONDS = 30.0
 """How long a block stays unasked for whose like came slower than it is computed."""
 Computing = Callable[[int, int], float | None]
@@ -111,6 +112,8 @@ class Through:
             ) from error
 
     def give_up(self, name: bytes, reason: str, seconds: float) -> None:
+        if len(self._given_up) >= MOST_GIVEN_UP:
+            self._given_up.clear()  # they are asked for once more
         self._given_up[name] = time.monotonic() + seconds, reason
 
     def close(self) -> None:
@@ -141,14 +144,14 @@ class Fetching:
 
     def wait(self, name: bytes) -> str | None:
         """None: it is stored, or was never to come. Else the reason."""
-        if self.slow:
-            return self.slow
-        if name in self._ready and not self._ready[name].wait(self._patience()):
+        ready = self._ready.get(name)
+        if ready is None or ready.is_set():
+            return self._lost.get(name)
+        if not self.slow and not ready.wait(self._patience()):
             self._compute_instead(
                 f"{NOT_WORTH}: {self._through.remote.url} takes longer than computing"
             )
-            return self.slow
-        return self._lost.get(name)
+        return self.slow or self._lost.get(name)
 
     def _patience(self) -> float | None:
         """Seconds until what was waited is more than computing takes."""
