@@ -136,7 +136,7 @@ def read_settings(place: Place) -> Settings:
         version, block_size = settings["format"], settings["block_size"]
         created = settings.get("created", 0)
     except (FileNotFoundError, NotADirectoryError):
-        if (place.root / "manifests").is_dir():  # a push would be refused from then on
+        if files.is_folder(place.root / "manifests"):  # a push would be refused from then on
             raise StoreError(
                 f"{place.root} is a remote, no store", "point --store at a folder of its own"
             ) from None
