@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvsnap.engines.base import Engine, Landing
 from kvsnap.formats.errors import Damaged, EngineError, StoreError
@@ -19,6 +20,9 @@ from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import Match, chain, longest_usable, tail_reach
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
+
+if TYPE_CHECKING:
+    from kvsnap.kvstore.sharing.through import Fetching
 
 REMOTE = "remote: "
 """How a line begins that says why the remote could not be asked."""
@@ -95,7 +99,7 @@ class ChainReader:
                 lease.keep(deepest.name, wait=False)
             landing, filled, missed = self._fill(offer, held, result)
             if missed is not None:
-                if not (result.skipped and missed.endswith(result.skipped)):
+                if missed:
                     result.damage.append(missed)
                 del landing  # its memory, perhaps a device's, is needed for the next one
                 continue
@@ -147,8 +151,7 @@ class ChainReader:
         if problem.startswith(NOT_WORTH):
             result.skipped = problem
         elif problem:
-            others = [line for line in result.damage if line != problem]
-            result.damage[:] = [*others, f"{REMOTE}{problem}"]
+            result.damage.append(f"{REMOTE}{problem}")
         if whole <= depth:
             return match, None
         return Match(whole * size, tuple(chain(names, ids, size, whole))), depth
@@ -169,7 +172,8 @@ class ChainReader:
         return verdict.worth
 
     def _fill(self, offer: _Offer, held: int, result: Restored) -> tuple[Landing, int, str | None]:
-        """A landing with the rows that the engine lacks; (landing, tokens, what was missed)."""
+        """A landing with the rows that the engine lacks; (landing, tokens, what was missed), that
+        empty for a block that did not come from the remote: the next look-up tells why."""
         match, tail, total = offer.match, offer.tail, offer.tokens
         landing = self._landing(offer.root, total, held)
         own = result.own if tail else None
@@ -177,7 +181,7 @@ class ChainReader:
         if match.state is not None:
             stop = match.state.start
         if stop > held:
-            with self._fetching(offer, result) as wait:
+            with self._fetching(offer) as coming:
                 done, miss = read_blocks(
                     self.store.blocks,
                     offer.root,
@@ -186,10 +190,11 @@ class ChainReader:
                     self.engine.layout.of_blocks(landing.rows),
                     held,
                     stop,
-                    wait,
+                    coming.wait if coming is not None else None,
                 )
             if miss is not None:
-                return landing, done, str(miss)
+                lost = coming is not None and coming.is_lost(miss.name)
+                return landing, done, "" if lost else str(miss)
         if match.state is not None:
             return self._fill_state(offer.root, match.state, landing, held)
         if own is not None:
@@ -208,21 +213,17 @@ class ChainReader:
                 put_rows(planes[name][1], own_rows, landing.rows[name][:, start - held :])
         return landing, total, None
 
-    @contextlib.contextmanager
-    def _fetching(self, offer: _Offer, result: Restored) -> Iterator[Callable[[bytes], str | None]]:
-        """What to wait with for blocks that are on their way from the remote."""
+    def _fetching(self, offer: _Offer) -> AbstractContextManager[Fetching | None]:
+        """The blocks of an offer on their way from the remote, where some have to come."""
         through = self.store.through
         if through is None or not offer.to_come:
-            yield lambda name: None
-            return
+            return nullcontext()
         record = self.store.break_even.here(key_of(offer.root.identity))
 
         def computing(start: int, stop: int) -> float | None:
             return None if record is None else record.computing(start, stop, stop + 1)
 
-        with through.fetch(offer.root, offer.to_come, computing) as fetching:
-            yield fetching.wait
-        result.skipped = fetching.slow or result.skipped
+        return through.fetch(offer.root, offer.to_come, computing)
 
     def _landing(self, root: Root, stop: int, start: int) -> Landing:
         """On the device where that saves host memory and copies: codes are smaller than rows. Not

@@ -12,7 +12,6 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, chain_names
 from kvsnap.kvstore.blocks import Wanted
-from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.store import Store
@@ -68,8 +67,7 @@ class ChainWriter:
 
     def stored(self, wanted: Sequence[Wanted]) -> int:
         """How many of a chain's blocks the index has, from the front."""
-        reachable = self.store.index.is_reachable
-        return gallop(lambda number: reachable(wanted[number].name), len(wanted))
+        return self.store.index.depth([block.name for block in wanted])
 
     def lease_stored(self, wanted: Sequence[Wanted], lease: Lease) -> int:
         """Keep what is stored of a chain; how many blocks that are."""

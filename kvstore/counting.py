@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ Series = tuple[str, ...]
 
 _lock = threading.RLock()
 """Reentrant: the garbage collector may run a finalizer that counts while this thread holds it."""
-_metrics: list[Counter | Histogram] = []
+_metrics: list[Metric] = []
 
 
-class Counter:
-    """A sum for each series. The `known` ones are there from the start, at 0: a rate can only be told
-    of what was seen before it grew."""
+class Metric(ABC):
+    """Values of series. The `known` ones are there from the start, at 0: a rate can only be told of
+    what was seen before it grew."""
 
     def __init__(
         self, name: str, text: str, labels: Series = (), known: Iterable[Series] = ()
@@ -35,6 +36,14 @@ class Counter:
         self._known = tuple(known) if labels else ((),)
         self.start_anew()
         _metrics.append(self)
+
+    @abstractmethod
+    def start_anew(self) -> None:
+        """Back to the known series, at 0."""
+
+
+class Counter(Metric):
+    """A sum for each series."""
 
     def start_anew(self) -> None:
         self._sums: dict[Series, int] = dict.fromkeys(self._known, 0)
@@ -57,17 +66,8 @@ class Distribution:
     sum: float
 
 
-class Histogram:
+class Histogram(Metric):
     """Seconds, in buckets, for each series."""
-
-    def __init__(
-        self, name: str, text: str, labels: Series = (), known: Iterable[Series] = ()
-    ) -> None:
-        """As of `Counter`."""
-        self.name, self.text, self.labels = name, text, labels
-        self._known = tuple(known) if labels else ((),)
-        self.start_anew()
-        _metrics.append(self)
 
     def start_anew(self) -> None:
         self._buckets: dict[Series, list[int]] = {series: _empty() for series in self._known}

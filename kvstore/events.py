@@ -37,8 +37,6 @@ REASONS = {
 """How `stopped_by` of a report begins (docs/cli.md lists that) → reason. The first that fits."""
 MISSING = "the file is missing"
 """How a block's `Miss` says so; in `stopped_by` it comes after the block's name."""
-_AN_URL = "://"
-"""Errors of remotes name the remote."""
 _MISSES = tuple(dict.fromkeys([*REASONS.values(), "missing", OTHER]))[1:]
 _RESULTS = ("hit", "partial", "miss")
 _BLOCK_MISSES = ("missing", "damaged", "collision", "unreadable", "unsupported")
@@ -137,8 +135,7 @@ def reason_of(stopped_by: str) -> str:
     found = (reason for start, reason in REASONS.items() if stopped_by.startswith(start))
     reason = next(found, OTHER)
     if reason == "damaged":
-        reason = "missing" if MISSING in stopped_by else reason
-        reason = "remote" if _AN_URL in stopped_by else reason
+        return "missing" if MISSING in stopped_by else reason
     return reason
 
 
@@ -236,7 +233,7 @@ class RemoteCall(Protocol):
 
 def counts_remote(url: str) -> Callable[[RemoteCall], None]:
     """What `Counted` around the remote of this URL tells its calls to."""
-    scheme = url.partition(_AN_URL)[0] if _AN_URL in url else OTHER
+    scheme = url.partition("://")[0] if "://" in url else OTHER
 
     def told(call: RemoteCall) -> None:
         REMOTE_SECONDS.observe(call.seconds, scheme, call.operation)

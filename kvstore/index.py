@@ -15,6 +15,7 @@ from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.errors import Damaged, Vanished
 from kvsnap.formats.names import ZERO_PARENT, TokenIds
 from kvsnap.kvstore.database import Database
+from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.schema import COUNT_ALL, INDEX_VERSION, RULES, SCHEMA, TABLES
 
 _DESCENDANTS = """
@@ -63,6 +64,10 @@ class Index(Database):
 
     def is_reachable(self, name: bytes) -> bool:
         return bool(self.query("SELECT 1 FROM blocks WHERE name = ? AND reachable = 1", [name]))
+
+    def depth(self, chain: Sequence[bytes]) -> int:
+        """How many of a chain's blocks are there and reachable, from the front."""
+        return gallop(lambda number: self.is_reachable(chain[number]), len(chain))
 
     def neighbours(self, root_id: str, parent: bytes, tokens: bytes) -> list[Row]:
         """The reachable children of `parent` next to `tokens` in order: at most one either side."""

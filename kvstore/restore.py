@@ -28,7 +28,7 @@ def read_blocks(
     out: Targets,
     start: int,
     stop: int,
-    wait: Callable[[bytes], str | None] = lambda name: None,
+    wait: Callable[[bytes], str | None] | None = None,
 ) -> tuple[int, Miss | None]:
     """Fill `out`, whose first row is position `start`, up to `stop` from blocks in chain order.
     `wait` returns when a block that is on its way is here, or why it will not be.
@@ -42,7 +42,7 @@ def read_blocks(
         low, high = max(start, block.start), min(stop, block.start + len(block.token_ids))
         views = {name: array[:, low - start : high - start] for name, array in out.items()}
         tokens = slice(low - block.start, high - block.start)
-        lost = wait(block.name)
+        lost = wait(block.name) if wait is not None else None
         if lost is not None:
             return Miss(block.name, lost)
         try:

@@ -48,8 +48,6 @@ class Saving:
         else:
             replaced = self.new.started_from[1]
             record, stored = self._replace(self.new, lease)
-            if record.name != self.new.record.name:  # stored beside: nothing was replaced
-                replaced = ""
             name, revision = record.name, record.revision
             if self.pinned:
                 self.store.pins.pin_session(record.tenant_id, record.name)

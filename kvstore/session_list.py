@@ -19,7 +19,6 @@ from pathlib import Path
 from kvsnap.formats.errors import KvsnapError, StoreError
 from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.session_name import SUFFIX
-from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import pin_key
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.place import Place
@@ -152,7 +151,7 @@ class SessionList:
             chain = read_session(path).record.chain
         except (KvsnapError, OSError):
             return 0, ""
-        depth = gallop(lambda number: self.index.is_reachable(chain[number]), len(chain))
+        depth = self.index.depth(chain)
         return depth, chain[depth - 1].hex() if depth else ""
 
 

@@ -10,11 +10,11 @@ import importlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.kvstore.remotes.base import Options as Options
 from kvsnap.kvstore.remotes.base import Remote
 
 KINDS: dict[str, str] = {
@@ -29,16 +29,6 @@ KINDS: dict[str, str] = {
 }
 ENTRY_POINTS = "kvsnap.remotes"
 VARIABLE = "KVSNAP_REMOTE"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`timeout`: seconds that one operation may take, tries not counted. `tries`: how often one is
-    begun before its failure counts. `at_once`: operations under way at one time."""
-
-    timeout: float = 30.0
-    tries: int = 3
-    at_once: int = 16
 
 
 def is_remote_url(text: str) -> bool:

@@ -36,8 +36,6 @@ FILE_MODE = 0o600
 """As the store's own files: what was said stands in it, and its owner says who may read that."""
 _MOST = 1 << 30
 """Bytes asked of one pread: Linux gives at most 2 GiB less a page."""
-
-
 _COPY_AGAIN = "copy the file again, or export the session again from where it is whole"
 
 

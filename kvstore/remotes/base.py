@@ -50,6 +50,16 @@ class Abilities:
 
 
 @dataclass(frozen=True)
+class Options:
+    """`timeout`: seconds that one operation may take, tries not counted. `tries`: how often one is
+    begun before its failure counts. `at_once`: operations under way at one time."""
+
+    timeout: float = 30.0
+    tries: int = 3
+    at_once: int = 16
+
+
+@dataclass(frozen=True)
 class Entry:
     """One object of a listing. `changed` is in unix seconds, by the remote's clock."""
 

@@ -72,13 +72,6 @@ class Folder(Remote):
         self.url, self._timeout, self._root = url, timeout, _path(url)
         self._tidied: set[str] = set()
 
-    def _refuse_a_store(self) -> None:
-        """Before anything is changed, or looked through to be changed. No remote has a kvsnap.json; `gc` would take a store's blocks."""
-        if (self._root / "kvsnap.json").exists():
-            raise RemoteError(
-                f"{self.url} is a store, and no remote", "give a folder of its own for a remote"
-            )
-
     def get(self, key: str, limit: int) -> Object:
         with self._opened(key) as (handle, size):
             if size > limit:
@@ -101,16 +94,12 @@ class Folder(Remote):
         return None
 
     def put(self, key: str, data: Buffer) -> None:
-        with self._errors(key):
-            self._refuse_a_store()
-        with self._errors(key), self._folder_of(key, make=True) as (folder, name):
+        with self._errors(key), self._no_store(), self._folder_of(key, make=True) as (folder, name):
             assert folder is not None
             self._write(folder, key.rpartition("/")[0], name, memoryview(data).cast("B"))
 
     def replace(self, key: str, data: Buffer, version: str | None) -> bool:
-        with self._errors(key):
-            self._refuse_a_store()
-        with self._errors(key), self._folder_of(key, make=True) as (folder, name):
+        with self._errors(key), self._no_store(), self._folder_of(key, make=True) as (folder, name):
             assert folder is not None
             with self._locked(folder, key):
                 found: str | None = None
@@ -123,16 +112,16 @@ class Folder(Remote):
 
     def list(self, prefix: str) -> Iterator[Entry]:
         where = check_prefix(prefix)
-        with self._errors(where or "its root"):
-            self._refuse_a_store()
-        with self._errors(where or "its root"), self._folder_of(f"{where}x") as (folder, _):
+        with (
+            self._errors(where or "its root"),
+            self._no_store(),
+            self._folder_of(f"{where}x") as (folder, _),
+        ):
             if folder is not None:
                 yield from self._walk(folder, where)
 
     def delete(self, key: str) -> None:
-        with self._errors(key):
-            self._refuse_a_store()
-        with self._errors(key), self._folder_of(key) as (folder, name):
+        with self._errors(key), self._no_store(), self._folder_of(key) as (folder, name):
             if folder is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
@@ -212,9 +201,8 @@ class Folder(Remote):
                 while data:
                     data = data[os.write(handle, data) :]
                 os.fsync(handle)
-                now = os.fstat(
-                    handle
-                ).st_mtime  # by the clock of the file system, not of this machine
+                # By the clock of the file system, not of this machine.
+                now = os.fstat(handle).st_mtime
             finally:
                 os.close(handle)
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -230,9 +218,8 @@ class Folder(Remote):
     @contextlib.contextmanager
     def _locked(self, folder: int, key: str) -> Iterator[None]:
         """Alone among those who replace in this folder. A writer that dies lets go."""
-        flags = (
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        )  # NFS locks what can be written
+        # Open for writing: NFS locks nothing else.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(_LOCK, flags, 0o666, dir_fd=folder)
         try:
             with contextlib.suppress(PermissionError):  # another's: only the owner may
@@ -248,6 +235,16 @@ class Folder(Remote):
             yield
         finally:
             os.close(handle)
+
+    @contextlib.contextmanager
+    def _no_store(self) -> Iterator[None]:
+        """Before anything is changed, or looked through to be changed: no remote has a kvsnap.json,
+        and `gc` would take a store's blocks for its own."""
+        if (self._root / "kvsnap.json").exists():
+            raise RemoteError(
+                f"{self.url} is a store, and no remote", "give a folder of its own for a remote"
+            )
+        yield
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvsnap.formats.errors import RemoteDown, RemoteError
-from kvsnap.kvstore.remotes.base import Buffer, Entry, Object, Remote
+from kvsnap.kvstore.remotes.base import Buffer, Entry, Object, Options, Remote
 from kvsnap.kvstore.remotes.wrapped import Wrapped
 
 PAGE = 1000
@@ -19,15 +19,6 @@ MOST_ENTRIES = 2**23
 """Blocks of 40 TB, as a rule. A hostile server may go on for ever."""
 HUNG_PER_SLOT = 4
 _Done = TypeVar("_Done")
-
-
-class Limits(Protocol):
-    """What is needed of the options: seconds for each operation, and how many run at once."""
-
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def at_once(self) -> int: ...
 
 
 class Limited(Wrapped):
@@ -39,7 +30,7 @@ class Limited(Wrapped):
     The time counts from the call on, waiting for a place included.
     """
 
-    def __init__(self, remote: Remote, options: Limits) -> None:
+    def __init__(self, remote: Remote, options: Options) -> None:
         super().__init__(remote)
         self._timeout = options.timeout
         self._places = threading.Semaphore(max(1, options.at_once))

@@ -23,7 +23,6 @@ from blake3 import blake3
 
 from kvsnap.formats.errors import Damaged, RemoteError
 from kvsnap.kvstore.remotes.base import (
-    Abilities,
     Buffer,
     Entry,
     Object,
@@ -44,8 +43,6 @@ CLOCK_SECONDS = 60.0
 
 class Redis(Remote):
     """`timeout`: seconds for connecting, for each answer, and for a free connection of the pool."""
-
-    abilities = Abilities()
 
     def __init__(self, url: str, timeout: float) -> None:
         self._place: Place = parse(url)

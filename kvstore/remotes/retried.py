@@ -6,26 +6,16 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvsnap.formats.errors import Damaged, NotFound, RemoteDown
-from kvsnap.kvstore.remotes.base import Buffer, Entry, Object, Remote
+from kvsnap.kvstore.remotes.base import Buffer, Entry, Object, Options, Remote
 from kvsnap.kvstore.remotes.wrapped import Wrapped
 
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 2.0
 """Seconds. A request that waits longer than this should be computing instead."""
 _Done = TypeVar("_Done")
-
-
-class Tries(Protocol):
-    """What is needed of the options: how often an operation is begun before its failure counts, and
-    the seconds after which it is not begun again: whoever waits has waited long enough."""
-
-    @property
-    def tries(self) -> int: ...
-    @property
-    def timeout(self) -> float: ...
 
 
 class Retried(Wrapped):
@@ -35,7 +25,7 @@ class Retried(Wrapped):
     def __init__(
         self,
         remote: Remote,
-        options: Tries,
+        options: Options,
         sleep: Callable[[float], None] = time.sleep,
         draw: Callable[[float, float], float] = random.uniform,
         clock: Callable[[], float] = time.monotonic,

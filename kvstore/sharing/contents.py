@@ -16,7 +16,6 @@ from kvsnap.formats.manifest import BLOCK, CALIBRATION, SESSION, STATE, Item, Ma
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore import files
-from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.store import Store
 
@@ -57,9 +56,7 @@ def manifest_of(store: Store, session: SessionFile) -> Manifest:
 
 def items_of_chain(store: Store, chain: Sequence[bytes]) -> list[Item]:
     """Its blocks as far as they are stored."""
-    reachable = store.index.is_reachable
-    depth = gallop(lambda number: reachable(chain[number]), len(chain))
-    return [_item(store, BLOCK, name) for name in chain[:depth]]
+    return [_item(store, BLOCK, name) for name in chain[: store.index.depth(chain)]]
 
 
 def creator() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
@@ -11,7 +12,7 @@ from kvsnap.formats.identity import layout_of
 from kvsnap.formats.manifest import MAX_MANIFEST, Manifest, manifest_key, parse_manifest
 from kvsnap.formats.session import SessionFile, parse_session
 from kvsnap.kvstore.remotes import is_remote_url
-from kvsnap.kvstore.remotes.base import Entry, Remote
+from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing.checks import (
     MOST_ROWS,
     MOST_SESSION_HEADER,
@@ -20,6 +21,7 @@ from kvsnap.kvstore.sharing.checks import (
 )
 
 FOLDER = "manifests/"
+_IN_BOTH = ("name", "tenant_id", "root_id", "fidelity", "block_size", "revision")
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,9 @@ def find(remote: Remote, tenant_id: str, name: str) -> Pushed | None:
     """The session of that name; None where the remote has none."""
     key = manifest_key(tenant_id, name)
     try:
-        found = _read(remote, key)
+        return _read(remote, key)
     except NotFound:
         return None
-    if found.manifest is not None and found.manifest.key != key:
-        return Pushed(key, found.version, None, "the manifest is another session's")
-    return found
 
 
 def require(remote: Remote, tenant_id: str, name: str) -> tuple[Manifest, str]:
@@ -78,9 +77,8 @@ def _what_is_there(remote: Remote) -> str:
 def every(remote: Remote) -> Iterator[Pushed]:
     """All sessions of all tenants, damaged manifests with their problem."""
     for entry in remote.list(FOLDER):
-        found = _listed(remote, entry)
-        if found is not None:
-            yield found
+        with suppress(NotFound):  # removed since it was listed
+            yield replace(_read(remote, entry.key), changed=entry.changed)
 
 
 def session_of(remote: Remote, manifest: Manifest) -> tuple[SessionFile, memoryview]:
@@ -97,23 +95,10 @@ def session_of(remote: Remote, manifest: Manifest) -> tuple[SessionFile, memoryv
     session.check_talk()
     session.tail_rows()
     record = session.record
-    told = (manifest.name, manifest.tenant_id, manifest.root_id, manifest.fidelity)
-    numbers = (manifest.block_size, manifest.revision, manifest.tokens)
-    if told != (record.name, record.tenant_id, record.root_id, record.fidelity):
-        raise Damaged("the manifest and the session's file do not say the same")
-    if numbers != (record.block_size, record.revision, len(record.token_ids)):
+    told = [getattr(manifest, name) == getattr(record, name) for name in _IN_BOTH]
+    if not all(told) or manifest.tokens != len(record.token_ids):
         raise Damaged("the manifest and the session's file do not say the same")
     return session, data
-
-
-def _listed(remote: Remote, entry: Entry) -> Pushed | None:
-    try:
-        found = _read(remote, entry.key)
-    except NotFound:
-        return None  # removed since it was listed
-    if found.manifest is not None and found.manifest.key != entry.key:
-        return Pushed(entry.key, found.version, None, "it stands under another session's name")
-    return Pushed(entry.key, found.version, found.manifest, found.problem, entry.changed)
 
 
 def _read(remote: Remote, key: str) -> Pushed:
@@ -124,7 +109,10 @@ def _read(remote: Remote, key: str) -> Pushed:
         data = memoryview(found.data)
         check_header(data)
         check_file_digest(data)
-        return Pushed(key, version, parse_manifest(data))
+        manifest = parse_manifest(data)
+        if manifest.key != key:
+            raise Damaged("it is another session's")
+        return Pushed(key, version, manifest)
     except NotFound:
         raise
     except Damaged as error:

@@ -14,7 +14,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from kvsnap.formats.codecs import get_codec
-from kvsnap.formats.codecs.calibration import parse_calibration
 from kvsnap.formats.errors import (
     Damaged,
     Diverged,
@@ -31,17 +30,13 @@ from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant
-from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
+from kvsnap.kvstore.blocks import Foreign, Wanted
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.sessions import Draft
-from kvsnap.kvstore.sharing.checks import (
-    MOST_CALIBRATION,
-    check_header,
-    longest_block,
-    wanted_files,
-)
+from kvsnap.kvstore.sharing.checks import wanted_files
+from kvsnap.kvstore.sharing.fetch import fetch_block, fetch_calibration
 from kvsnap.kvstore.sharing.manifests import bring_again
 from kvsnap.kvstore.sharing.pull_plan import PullPlan, plan_pull
 from kvsnap.kvstore.sharing.push import Progress
@@ -107,7 +102,7 @@ def pull(
             came.files, came.bytes = len(plan.missing), plan.bytes
         else:
             _apply(store, remote, plan, came, progress)
-        chain_ = plan.session.record.chain
+        chain = plan.session.record.chain
         report = PullReport(
             session=plan.session.record.name,
             remote=remote.url,
@@ -115,8 +110,8 @@ def pull(
             moved_files=came.files,
             moved_bytes=came.bytes,
             bytes=plan.manifest.size - plan.manifest.session.size,
-            blocks=len(chain_),
-            stored_blocks=sum(store.index.is_reachable(block) for block in chain_),
+            blocks=len(chain),
+            stored_blocks=store.index.depth(chain),
             dry_run=dry_run,
             seconds=time.monotonic() - started,
         )
@@ -136,7 +131,7 @@ def _apply(
         except StoreFull as full:
             came.full = full
         reachable = store.index.is_reachable
-        store.sync([name for name in record.chain if reachable(name)])
+        store.sync(record.chain[: store.index.depth(record.chain)])
         states = [item.name for item in plan.manifest.of_kind(STATE)]
         store.sync([name for name in states if reachable(name)])
         if not plan.same and not _publish(store, draft, plan):
@@ -177,12 +172,17 @@ def _fetch(
         else:
             came.lost.append(f"{item.kind} {item.name.hex()[:12]}: {lost}")
 
-    known = [block for block in plan.session.record.chain if store.index.is_reachable(block)]
-    if known and not lease.keep(known[-1]):
+    chain = plan.session.record.chain
+    depth = store.index.depth(chain)
+    if depth and not lease.keep(chain[depth - 1]):
         raise Vanished("a block was evicted before it could be leased", "pull again")
     for item in plan.missing:
         if item.kind == CALIBRATION:
-            arrived(item, *_fetch_calibration(store, remote, plan, item))
+            try:
+                store.calibrations.put(fetch_calibration(remote, plan.manifest, item))
+                arrived(item, None, item.size)
+            except (NotFound, Damaged, Unsupported) as error:
+                arrived(item, error.what, 0)
     if plan.root.fidelity != EXACT:
         with suppress(Unsupported):  # then no block can be checked, each for this reason
             store.calibrations.prepare(get_codec(plan.root.fidelity))
@@ -192,10 +192,8 @@ def _fetch(
         if cut and item.kind == BLOCK:
             return Damaged(_NO_PARENT)
         try:
-            own = wanted[item.name]
-            data = remote.get(plan.manifest.item_key(item), longest_block(own, layout)).data
-            check_header(memoryview(data))
-            return check_foreign(plan.root, own, memoryview(data), item.content.hex())
+            own, content = wanted[item.name], item.content.hex()
+            return fetch_block(remote, plan.root, own, layout, content)
         except (NotFound, Damaged, Unsupported) as error:
             return error
 
@@ -206,23 +204,6 @@ def _fetch(
             lost = _adopt(store, plan.root, wanted[item.name], found, lease)
             cut = cut or (lost is not None and item.kind == BLOCK)
             arrived(item, lost, 0 if isinstance(found, KvsnapError) else found.packed.size)
-
-
-def _fetch_calibration(
-    store: Store, remote: Remote, plan: PullPlan, item: Item
-) -> tuple[str | None, int]:
-    """Why it cannot be used, None where it is here now; and its length."""
-    most = min(item.size, MOST_CALIBRATION)
-    try:
-        data = memoryview(remote.get(plan.manifest.item_key(item), most).data)
-        check_header(data)
-        calibration = parse_calibration(data)
-    except (NotFound, Damaged, Unsupported) as error:
-        return error.what, 0
-    if calibration.digest != item.name.hex():
-        return "the file holds another calibration than its name says", 0
-    store.calibrations.put(calibration)
-    return None, len(data)
 
 
 def _adopt(

@@ -30,7 +30,6 @@ from kvsnap.formats.manifest import (
     pack_manifest,
 )
 from kvsnap.formats.session import SessionFile
-from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.sharing.checks import MOST_HEADER, check_header
@@ -201,6 +200,6 @@ def _holds_the_same(remote: Remote, key: str, item: Item, size: int) -> bool:
 
 def _lease(store: Store, session: SessionFile, keep: Callable[[bytes], bool]) -> None:
     chain = session.record.path
-    depth = gallop(lambda number: store.index.is_reachable(chain[number]), len(chain))
+    depth = store.index.depth(chain)
     if depth and not keep(chain[depth - 1]):
         raise Vanished("a block was evicted before it could be leased", "push again")

@@ -60,8 +60,7 @@ def plan_push(
     there = manifests.find(remote, record.tenant_id, record.name)
     old = there.manifest if there is not None else None
     if old is not None:
-        own = {manifest.session.name} | ({old.session.name} if old.session.name in known else set())
-        if not force and old.session.name not in own:
+        if not (force or old.session.name == manifest.session.name or old.session.name in known):
             _check_goes_on(remote, old, session)
         manifest = _with_what_is_there(remote, manifest, old, session)
     named = {item.name for item in old.items} if old is not None else set[bytes]()

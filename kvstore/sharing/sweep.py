@@ -1,7 +1,8 @@
 """`gc` of a remote: what no session's manifest names, and has not for a time of grace, goes.
 
 Mark, then sweep. A push writes blocks before the manifest that names them, and skips those that are
-there: the grace covers the first, and sweep_mark.py the second. Children go before their parents, so that a sweep that is cut off leaves prefixes.
+there: the grace covers the first, and sweep_mark.py the second. Children go before their parents, so that a
+sweep that is cut off leaves prefixes.
 """
 
 from __future__ import annotations
@@ -48,20 +49,17 @@ def sweep(
 ) -> SweepReport:
     """Raises `Damaged` where a manifest cannot be read: what it names must not go."""
     if dry_run or next(iter(remote.list("")), None) is None:  # nothing is written in either case
-        report = _sweep(remote, grace_days, time.time(), lambda: None, None)
-        return replace(report, dry_run=dry_run)
+        return replace(_look(remote, grace_days, time.time(), lambda: None)[0], dry_run=dry_run)
     with marked(remote) as refresh:
-        return _sweep(remote, grace_days, remote_time(remote), refresh, progress)
+        report, going = _look(remote, grace_days, remote_time(remote), refresh)
+        _remove(remote, going, refresh, progress)
+    return report
 
 
-def _sweep(
-    remote: Remote,
-    grace_days: float,
-    started: float,
-    refresh: Callable[[], None],
-    progress: Callable[[int, int], None] | None,
-) -> SweepReport:
-    """Without `progress` nothing is removed."""
+def _look(
+    remote: Remote, grace_days: float, now: float, refresh: Callable[[], None]
+) -> tuple[SweepReport, list[Entry]]:
+    """What a sweep does, and what goes."""
     entries = [entry for prefix in _SWEPT for entry in remote.list(prefix)]
     refresh()
     # Manifests are read after the listing: what was pushed in between is named by one of them.
@@ -69,12 +67,10 @@ def _sweep(
     kept = [entry for entry in entries if entry.key in named]
     rest = [entry for entry in entries if entry.key not in named]
     ours = [entry for entry in rest if _is_ours(entry)]
-    young = [entry for entry in ours if entry.changed > started - grace_days * _DAY]
-    old = {entry.key for entry in young}
-    going = [entry for entry in ours if entry.key not in old]
-    if progress is not None:
-        _remove(remote, going, refresh, progress)
-    return SweepReport(
+    since = now - grace_days * _DAY
+    young = [entry for entry in ours if entry.changed > since]
+    going = [entry for entry in ours if entry.changed <= since]
+    report = SweepReport(
         sessions=sessions,
         kept_files=len(kept),
         kept_bytes=_bytes(kept),
@@ -83,8 +79,9 @@ def _sweep(
         removed_files=len(going),
         freed_bytes=_bytes(going),
         foreign_files=len(rest) - len(ours),
-        dry_run=progress is None,
+        dry_run=False,
     )
+    return report, going
 
 
 def _named(remote: Remote, refresh: Callable[[], None]) -> tuple[set[str], int]:

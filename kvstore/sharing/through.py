@@ -29,14 +29,14 @@ from kvsnap.formats.layout import Layout
 from kvsnap.formats.manifest import block_key
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import events
-from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
+from kvsnap.kvstore.blocks import Foreign, Wanted
 from kvsnap.kvstore.break_even import MARGIN, NOT_WORTH
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes import Options
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.remotes.remembers import Remembers
-from kvsnap.kvstore.sharing.checks import check_header, longest_block
+from kvsnap.kvstore.sharing.fetch import fetch_block
 from kvsnap.kvstore.sharing.pull import pull
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, at_once_of, in_order
 from kvsnap.kvstore.store import Store
@@ -111,10 +111,13 @@ class Through:
                 f"session {name!r} of {self.remote.url} cannot be used: {error.what}", error.hint
             ) from error
 
-    def give_up(self, name: bytes, reason: str, seconds: float) -> None:
+    def give_up(self, name: bytes, reason: str, seconds: float = SLOW_SECONDS) -> None:
+        """Not to ask for a block any more; it stays with an earlier reason that holds for longer."""
         if len(self._given_up) >= MOST_GIVEN_UP:
             self._given_up.clear()  # they are asked for once more
-        self._given_up[name] = time.monotonic() + seconds, reason
+        known, until = self._given_up.get(name), time.monotonic() + seconds
+        if known is None or known[0] < until:
+            self._given_up[name] = until, reason
 
     def close(self) -> None:
         """Blocks that are on their way are waited for, no longer than one operation takes."""
@@ -153,6 +156,10 @@ class Fetching:
             )
         return self.slow or self._lost.get(name)
 
+    def is_lost(self, name: bytes) -> bool:
+        """Whether the block did not come; `Through.reach` tells why, and that for a while."""
+        return name in self._lost or bool(self.slow)
+
     def _patience(self) -> float | None:
         """Seconds until what was waited is more than computing takes."""
         if self._begun is None:
@@ -177,10 +184,11 @@ class Fetching:
         except KvsnapError as error:
             reason = error.what
         finally:
-            for block in self._wanted:
-                if not self._ready[block.name].is_set():
-                    self._lost[block.name] = reason
-                    self._ready[block.name].set()
+            for block in self._late():
+                if not self._stop:  # or the same would be asked for again at once
+                    self._through.give_up(block.name, reason)
+                self._lost[block.name] = reason
+                self._ready[block.name].set()
 
     def _bring(self) -> str | None:
         """Why it ended before the last block, if it did."""
@@ -211,10 +219,7 @@ class Fetching:
         if self._stop:
             return KvsnapError(NOT_FETCHED)
         try:
-            limit = longest_block(block, self._layout)
-            data = memoryview(self._through.remote.get(block_key(block.name), limit).data)
-            check_header(data)
-            return check_foreign(self._root, block, data)
+            return fetch_block(self._through.remote, self._root, block, self._layout)
         except KvsnapError as error:
             return error
 
@@ -225,10 +230,12 @@ class Fetching:
         self._through.give_up(block.name, f"block {block.name.hex()[:12]}: {error.what}", seconds)
 
     def _compute_instead(self, reason: str) -> None:
-        late = [block for block in self._wanted if not self._ready[block.name].is_set()]
-        for block in late:
-            self._through.give_up(block.name, reason, SLOW_SECONDS)
+        for block in self._late():
+            self._through.give_up(block.name, reason)
         self.slow, self._stop = reason, True
+
+    def _late(self) -> list[Wanted]:
+        return [block for block in self._wanted if not self._ready[block.name].is_set()]
 
     def _not_worth_it(self, done: int) -> str:
         """Why the rest had better be computed; empty where not. Those under way are taken for all but

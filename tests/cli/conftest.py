@@ -64,6 +64,24 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a remote."""
+    return tmp_path / "remote"
+
+
+@pytest.fixture
+def url(folder: Path) -> str:
+    """That remote's."""
+    return folder.as_uri()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The store of another machine."""
+    return tmp_path / "other"
+
+
+@pytest.fixture
 def chat(tmp_path: Path) -> Path:
     """A chat of three blocks and a tail: a long system message and a question."""
     path = tmp_path / "chat.json"

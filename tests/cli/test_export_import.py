@@ -27,12 +27,6 @@ def archive(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """The store of another machine."""
-    return tmp_path / "other"
-
-
-@pytest.fixture
 def saved(store: Path) -> Store:
     """Sessions "s" of three blocks and "t" of two."""
     with Store(store) as opened:

@@ -20,22 +20,6 @@ SIZE = 64
 Run = Callable[..., Any]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "remote"
-
-
-@pytest.fixture
-def url(folder: Path) -> str:
-    return folder.as_uri()
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """The store of another machine."""
-    return tmp_path / "other"
-
-
 def save(store: Path, name: str, blocks: int, seed: int = 1, tail: int = 5) -> None:
     with Store(store) as opened:
         turn(opened, StampedEngine(), some_ids(blocks * SIZE + tail, seed), name)

@@ -24,16 +24,6 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "remote"
-
-
-@pytest.fixture
-def url(folder: Path) -> str:
-    return folder.as_uri()
-
-
-@pytest.fixture
 def pushed(kvsnap: Run, store: Path, url: str) -> Store:
     """Sessions "a" and "b" of four and three blocks that share two, here and in the remote."""
     shared = some_ids(2 * SIZE, 1)

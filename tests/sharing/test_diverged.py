@@ -129,6 +129,16 @@ def test_under_another_name_both_are_kept(both: tuple[Store, Store], remote: Cou
     assert_saved(b, YOURS, "chat")
 
 
+def other_pushes_first(other: Store, remote: Counted) -> Hooked:
+    """The remote, to which another machine pushes just before a manifest is replaced."""
+
+    def push_theirs(operation: str, key: str) -> None:
+        if operation == "replace":
+            push(other, remote, ME, "chat")
+
+    return Hooked(remote, push_theirs)
+
+
 def test_of_two_who_push_at_once_one_wins_and_the_other_loses_nothing(
     both: tuple[Store, Store], remote: Counted
 ) -> None:
@@ -136,12 +146,8 @@ def test_of_two_who_push_at_once_one_wins_and_the_other_loses_nothing(
     turn(a, StampedEngine(), MINE, "chat")
     turn(b, StampedEngine(), YOURS, "chat")
 
-    def other_first(operation: str, key: str) -> None:
-        if operation == "replace":
-            push(b, remote, ME, "chat")
-
     with pytest.raises(Diverged, match="meanwhile"):
-        push(a, Hooked(remote, other_first), ME, "chat")
+        push(a, other_pushes_first(b, remote), ME, "chat")
     assert ids_in(remote) == YOURS.tolist()
     assert_saved(a, MINE, "chat")
     with pytest.raises(Diverged, match="other tokens"):
@@ -155,12 +161,8 @@ def test_force_does_not_reach_what_was_pushed_after_it_looked(
     turn(a, StampedEngine(), MINE, "chat")
     turn(b, StampedEngine(), YOURS, "chat")
 
-    def other_first(operation: str, key: str) -> None:
-        if operation == "replace":
-            push(b, remote, ME, "chat")
-
     with pytest.raises(Diverged, match="meanwhile"):
-        push(a, Hooked(remote, other_first), ME, "chat", force=True)
+        push(a, other_pushes_first(b, remote), ME, "chat", force=True)
     assert ids_in(remote) == YOURS.tolist()
 
 

@@ -53,13 +53,19 @@ def positions(store: Store, kind: dict[str, Any], ids: np.ndarray, name: str | N
     return engine.positions
 
 
-def test_a_pulled_session_goes_on_where_it_ended(
-    machine: Machine, remote: Counted, kind: dict[str, Any]
-) -> None:
+def pulled(machine: Machine, remote: Counted, kind: dict[str, Any]) -> tuple[Store, Store]:
+    """Two machines: the second has what the first saved and pushed."""
     a, b = machine("a"), machine("b")
     save_with_system_prompt(a, kind)
     push(a, remote, ME, "chat")
     pull(b, remote, "chat")
+    return a, b
+
+
+def test_a_pulled_session_goes_on_where_it_ended(
+    machine: Machine, remote: Counted, kind: dict[str, Any]
+) -> None:
+    _, b = pulled(machine, remote, kind)
     assert_clean(b)
     more = np.concatenate([IDS, some_ids(10, 5)])
     assert positions(b, kind, more, "chat") == list(range(75, 85))
@@ -68,10 +74,7 @@ def test_a_pulled_session_goes_on_where_it_ended(
 def test_another_chat_branches_after_the_system_prompt(
     machine: Machine, remote: Counted, kind: dict[str, Any]
 ) -> None:
-    a, b = machine("a"), machine("b")
-    save_with_system_prompt(a, kind)
-    push(a, remote, ME, "chat")
-    pull(b, remote, "chat")
+    _, b = pulled(machine, remote, kind)
     other = np.concatenate([IDS[:SYSTEM], some_ids(20, 6)])
     assert positions(b, kind, other, None) == list(range(SYSTEM, SYSTEM + 20))
 
@@ -79,10 +82,7 @@ def test_another_chat_branches_after_the_system_prompt(
 def test_a_branch_moves_no_checkpoint_twice(
     machine: Machine, remote: Counted, kind: dict[str, Any]
 ) -> None:
-    a, b = machine("a"), machine("b")
-    save_with_system_prompt(a, kind)
-    push(a, remote, ME, "chat")
-    pull(b, remote, "chat")
+    a, b = pulled(machine, remote, kind)
     other = np.concatenate([IDS[:SYSTEM], some_ids(20, 6)])
     turn(a, StampedEngine(**kind), other, "branch")
     report = push(a, remote, ME, "branch")
