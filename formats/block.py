@@ -34,6 +34,14 @@ from kvsnap.formats.rowset import (
     encode_rows,
     rows_of_file,
 )
+from kvsnap.formats.signature import (
+    SIGNATURE,
+    SIGNER,
+    Signature,
+    SigningKey,
+    block_message,
+    signature_of,
+)
 
 KIND = "block"
 STATE_KIND = "state"
@@ -95,6 +103,20 @@ class BlockFile:
     codec: Codec
     content: str
     tensors: Mapping[str, Tensor]
+    signature: Signature | None = None
+    """Of whom it says that they signed it; `signed` tells whether that is so."""
+    file_digest: str = ""
+
+    @property
+    def signer(self) -> str:
+        return self.signature.signer if self.signature is not None else ""
+
+    @property
+    def signed(self) -> bool:
+        """Whether the signer signed this name, root and `content`; `check_content` tells whether
+        that is the content."""
+        message = block_message(self.record.name, self.record.root_id, self.content)
+        return self.signature is not None and self.signature.covers(message)
 
     def layout(self) -> Layout:
         """Of the model, all groups."""
@@ -115,8 +137,11 @@ class BlockFile:
             raise Damaged("the content digest differs: the rows are not the ones that were named")
 
 
-def pack_block(record: BlockRecord, codec: Codec, layout: Layout, rows: Rows) -> Packed:
-    """The bytes of one block file. Equal record, rows and codec give equal bytes."""
+def pack_block(
+    record: BlockRecord, codec: Codec, layout: Layout, rows: Rows, key: SigningKey | None = None
+) -> Packed:
+    """The bytes of one block file, signed where there is a key. Equal record, rows, codec and key give
+    equal bytes."""
     part, ranges = record.part(layout), record.ranges(layout)
     part.check(rows, ranges)
     whole = contiguous(rows)
@@ -129,7 +154,20 @@ def pack_block(record: BlockRecord, codec: Codec, layout: Layout, rows: Rows) ->
         "identity": record.identity,
         "kvsnap": FORMAT_VERSION,
     }
+    if key is not None:
+        message = block_message(record.name, record.root_id, metadata["content"])
+        metadata |= key.sign(message).fields()
     return pack(metadata, [("token_ids", Tensor("U32", ids.shape, ids)), *coded])
+
+
+def sign_block(buffer: memoryview, key: SigningKey) -> Packed:
+    """The same file with this key's signature in place of another, or of none. The caller has compared
+    `content` with the rows: it is what gets signed."""
+    container, block = parse(buffer), parse_block(buffer)
+    message = block_message(block.record.name, block.record.root_id, block.content)
+    dropped = (SIGNER, SIGNATURE, "file")
+    kept = {name: text for name, text in container.metadata.items() if name not in dropped}
+    return pack(kept | key.sign(message).fields(), list(container.tensors.items()))
 
 
 def _content(record: BlockRecord, codec: Codec, rows: Rows, coded: Mapping[str, Tensor]) -> str:
@@ -145,7 +183,9 @@ def parse_block(buffer: memoryview) -> BlockFile:
     codec = codec_field(container)
     if record.is_state and codec.lossy:
         raise Damaged(f"a state checkpoint in the lossy codec {codec.id}")
-    return BlockFile(record, codec, container.field("content"), tensors)
+    signature = signature_of(container.metadata)
+    content, file = container.field("content"), container.field("file")
+    return BlockFile(record, codec, content, tensors, signature, file)
 
 
 def block_record(container: Container, ids: Tensor | None) -> BlockRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kvsnap.formats.session_name import (
     check_session_name,
     session_file_name,
 )
+from kvsnap.formats.signature import Signature, SigningKey, manifest_message, signature_of
 from kvsnap.formats.tenant import is_tenant_id
 
 KIND = "manifest"
@@ -69,6 +70,7 @@ class Manifest:
     """Unix seconds."""
     creator: str = ""
     model: str = ""
+    signature: Signature | None = None
     items: tuple[Item, ...]
 
     def __post_init__(self) -> None:
@@ -95,6 +97,18 @@ class Manifest:
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(item.size for item in self.items)
+
+    @property
+    def signed(self) -> bool:
+        """Whether the signer signed all of this, and so the session's file, which it names by digest."""
+        return self.signature is not None and self.signature.covers(self._message())
+
+    def sign(self, key: SigningKey) -> Manifest:
+        """The same, with this key's signature in place of another, or of none."""
+        return replace(self, signature=key.sign(self._message()))
+
+    def _message(self) -> bytes:
+        return manifest_message(pack_manifest(replace(self, signature=None)).file_digest)
 
     @property
     def key(self) -> str:
@@ -135,6 +149,7 @@ def pack_manifest(manifest: Manifest) -> Packed:
         "root_id": manifest.root_id,
         "tenant_id": manifest.tenant_id,
         "tokens": str(manifest.tokens),
+        **(manifest.signature.fields() if manifest.signature is not None else {}),
     }
     kinds = np.array([ITEM_KINDS.index(item.kind) for item in items], np.uint8)
     sizes = np.array([item.size for item in items], "<u8")
@@ -184,6 +199,7 @@ def parse_manifest(buffer: memoryview) -> Manifest:
         created=number_field(container, "created"),
         creator=container.field("creator"),
         model=container.field("model"),
+        signature=signature_of(container.metadata),
         items=tuple(
             Item(ITEM_KINDS[kinds[n]], names[n], int(positions[n]), int(sizes[n]), file, content)
             for n, (file, content) in enumerate(zip(file_digests, contents, strict=True))

@@ -31,6 +31,7 @@ from kvsnap.formats.identity import EXACT, layout_of
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.formats.rowset import content_digest, contiguous, decode_rows, encode_rows, rows_of_file
+from kvsnap.formats.signature import Signature, SigningKey, session_message, signature_of
 
 KIND = "session"
 
@@ -97,6 +98,15 @@ class SessionFile:
     talk: str
     file_digest: str
     tensors: Mapping[str, Tensor]
+    signature: Signature | None = None
+    """Of whom it says that they signed it; `signed` tells whether that is so."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether the signer signed these digests; `tail_rows` and `check_talk` compare them with what
+        is there."""
+        message = session_message(self.content, self.talk)
+        return self.signature is not None and self.signature.covers(message)
 
     def tail_rows(self) -> dict[str, np.ndarray]:
         """Decode the tail and check the `content` digest; raises `Damaged`."""
@@ -120,8 +130,10 @@ class SessionFile:
             raise Damaged("the session's token ids or notes changed after they were written")
 
 
-def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows) -> Packed:
-    """The bytes of a session file; `tail` is empty where no token follows the last block, and where
+def pack_session(
+    record: SessionRecord, codec: Codec, layout: Layout, tail: Rows, key: SigningKey | None = None
+) -> Packed:
+    """The bytes of a session file, signed where there is a key; `tail` is empty where no token follows the last block, and where
     a state checkpoint has its rows."""
     rows: dict[str, np.ndarray] = {}
     if record.tail_tokens and not record.state:
@@ -137,6 +149,8 @@ def pack_session(record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
         "notes": _notes(record),
         "talk": _talk_digest(record),
     }
+    if key is not None:
+        metadata |= key.sign(session_message(metadata["content"], metadata["talk"])).fields()
     tensors = [
         ("token_ids", Tensor("U32", record.token_ids.shape, record.token_ids.astype("<u4"))),
         ("chain", Tensor("U8", chain.shape, chain)),
@@ -180,7 +194,15 @@ def parse_session(buffer: memoryview) -> SessionFile:
     if codec.lossy:
         raise Damaged(f"a session's tail in the lossy codec {codec.id}")
     content, talk = container.field("content"), container.field("talk")
-    return SessionFile(record, codec, content, talk, container.field("file"), tensors)
+    return SessionFile(
+        record,
+        codec,
+        content,
+        talk,
+        container.field("file"),
+        tensors,
+        signature_of(container.metadata),
+    )
 
 
 def plain_notes(notes: Mapping[str, Any]) -> dict[str, Any]:

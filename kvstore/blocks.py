@@ -7,113 +7,54 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from kvsnap.formats.block import BlockFile, BlockRecord, pack_block, parse_block
+from kvsnap.formats.block import BlockFile, BlockRecord, pack_block
 from kvsnap.formats.codecs import Codec
-from kvsnap.formats.container import MAX_HEADER, Packed, check_file_digest
+from kvsnap.formats.container import MAX_HEADER
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Ranges, Rows
-from kvsnap.formats.names import TokenIds
 from kvsnap.formats.rowset import Targets
 from kvsnap.kvstore import events, files
 from kvsnap.kvstore.compare import COLLISION, difference
+from kvsnap.kvstore.foreign import Foreign
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.index import FAILED, Index, Row
+from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.space import Space
+from kvsnap.kvstore.trust import UNSIGNED
+from kvsnap.kvstore.wanted import Miss, Wanted
 
 _SCRATCH = files.Scratch()
 _MOST_SEEN = 100_000
-_DECODING = threading.BoundedSemaphore(os.cpu_count() or 1)
-"""Files from elsewhere come many at once; to decode more of them than there are cores is memory only."""
-
-
-class Miss(Exception):
-    """This block cannot be used. `reason` is one line; the engine computes instead."""
-
-    def __init__(self, name: bytes, reason: str) -> None:
-        super().__init__(f"block {name.hex()[:12]}: {reason}")
-        self.name, self.reason = name, reason
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A block that a prompt needs: its place in the chain and what it must say of itself."""
-
-    name: bytes
-    parent: bytes
-    start: int
-    token_ids: TokenIds
-    extras: bytes = b""
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.token_ids)
-
-    def record(self, root: Root) -> BlockRecord:
-        """What its file says, stored under `root`."""
-        return BlockRecord(
-            self.name,
-            self.parent,
-            root.root_id,
-            self.start,
-            self.token_ids,
-            root.identity,
-            self.extras,
-            root.fidelity,
-        )
 
 
 Fits = Callable[[BlockRecord], None]
 """Raises where a file's record is not what was asked for."""
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A block's file from elsewhere that passed every check."""
-
-    codec: Codec
-    packed: Packed
-
-
-def check_foreign(
-    root: Root, wanted: Wanted, buffer: memoryview, content: str | None = None
-) -> Foreign:
-    """Check a file from elsewhere down to its decoded rows. `content`: the digest that they were said
-    to have. Most of it runs without the interpreter's lock.
-
-    Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for another
-    version or a codec that is not here.
-    """
-    digest = check_file_digest(buffer)
-    block = parse_block(buffer)
-    found = difference(block.record, root, wanted)
-    if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
-        raise Damaged(found or "the file is another block's")
-    with _DECODING:
-        block.check_content()
-    if content not in (None, block.content):
-        raise Damaged("its rows are not those that were named")
-    return Foreign(block.codec, Packed((buffer,), len(buffer), digest))
-
-
 class Blocks:
     """Put and read block files of one store. Safe for threads and processes."""
 
-    def __init__(self, place: Place, index: Index, space: Space, ram: Ram | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        index: Index,
+        space: Space,
+        ram: Ram | None = None,
+        opener: Opener | None = None,
+    ) -> None:
         self.place, self.index, self.space, self.ram = place, index, space, ram
+        self.opener = opener or Opener()
+        self.trust = self.opener.trust
         self.misses: dict[bytes, str] = {}
         """Verdicts of this process: a block that failed once is not looked for again until it is
         stored again. Without it a read-only store would offer the same damaged block for ever."""
-        self._seen: set[bytes] = set()
-        """Blocks that this process wrote, or read whole and right."""
+        self._seen: dict[bytes, int] = {}
+        """Blocks that this process wrote, or read whole and right; when the file last changed then."""
         self._doubtful: set[bytes] = set()
         self._read_again: set[bytes] = set()
 
@@ -131,6 +72,9 @@ class Blocks:
             return False
         if row.synced == FAILED or name in self._doubtful:
             return False
+        if self.trust is not None and not self.trust.lists(row.signer):
+            self.set_aside(name, UNSIGNED)
+            return False
         size, changed = files.size_and_change(self.place.block(name))
         if size == row.bytes:
             return self._believed(row, changed)
@@ -141,19 +85,19 @@ class Blocks:
         """An unsynced file of an earlier process may have its length and not its content, after a
         power cut; before it counts as saved it is read. One of this process, or a synced one, not.
         """
-        if row.synced == changed or row.name in self._seen:
+        if changed in (row.synced, self._seen.get(row.name)):
             return True
-        size = _intact_size(self.place.block(row.name), row.name, None)
-        if size == row.bytes:
-            self._see(row.name)
+        found = self._intact(row.name, None)
+        if found is not None and len(found[0]) == row.bytes:
+            self._see(row.name, changed)
             return True
         self.set_aside(row.name, "the content is not what was written")
         return False
 
-    def _see(self, name: bytes) -> None:
+    def _see(self, name: bytes, changed: int) -> None:
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()  # they are read once more, if they are not synced by then
-        self._seen.add(name)
+        self._seen[name] = changed
 
     def put(
         self,
@@ -175,9 +119,11 @@ class Blocks:
         """
         if not anew and self.has(wanted.name):
             return 0
-        packed = pack_block(wanted.record(root), codec, layout, rows)
+        key = self.trust.key if self.trust is not None else None
+        packed = pack_block(wanted.record(root), codec, layout, rows, key)
         events.block_encoded(rows, packed.size)
-        return self._publish(root, wanted, codec, packed, lease, anew=anew)
+        signer = key.public if key is not None else ""
+        return self._publish(root, wanted, Foreign(codec, packed, signer), lease, anew=anew)
 
     def adopt(
         self, root: Root, wanted: Wanted, foreign: Foreign, lease: Lease | None = None
@@ -186,19 +132,18 @@ class Blocks:
         parent is stored."""
         if self.has(wanted.name):
             return 0
-        return self._publish(root, wanted, foreign.codec, foreign.packed, lease)
+        return self._publish(root, wanted, foreign, lease)
 
     def _publish(
         self,
         root: Root,
         wanted: Wanted,
-        codec: Codec,
-        packed: Packed,
+        file: Foreign,
         lease: Lease | None,
         *,
         anew: bool = False,
     ) -> int:
-        path = self.place.block(wanted.name)
+        path, packed = self.place.block(wanted.name), file.packed
         with self.space.write(packed, wanted.name) as room:
             files.make_dir(path.parent)
             if files.file_size(path) is not None:
@@ -207,7 +152,8 @@ class Blocks:
             with self.index.transaction() as db:
                 there = not anew and self._already_there(root, wanted)
                 if not there:
-                    self.index.insert(db, wanted.record(root), packed.size, codec.id)
+                    record = wanted.record(root)
+                    self.index.insert(db, record, packed.size, file.codec.id, file.signer)
                 if lease is not None:
                     lease.move(db, wanted.name, deeper=True)
                 if not there:
@@ -217,7 +163,8 @@ class Blocks:
                     events.block_written(packed.size)
         self.misses.pop(wanted.name, None)
         self._doubtful.discard(wanted.name)
-        self._see(wanted.name)
+        if not there:
+            self._see(wanted.name, files.size_and_change(path)[1])
         return 0 if there else packed.size
 
     def read_into(
@@ -267,13 +214,14 @@ class Blocks:
         where it has. In a store that cannot be written only this process remembers the verdict.
         """
         self.misses[name] = reason
-        self._seen.discard(name)
+        self._seen.pop(name, None)
         path = self.place.block(name)
         try:
             with self.index.transaction() as db:
                 row = self.index.find(name)
-                if row is not None and (size := _intact_size(path, name, fits, decode=decode)):
-                    self.index.correct_size(db, name, size)
+                found = self._intact(name, fits, decode=decode) if row is not None else None
+                if found is not None:
+                    self.index.correct(db, name, len(found[0]), found[1].signer)
                     return True
                 if row is not None:
                     self.index.lose(db, name, reason)
@@ -285,19 +233,20 @@ class Blocks:
     def doubt(self, names: Sequence[bytes]) -> None:
         """Blocks that could not be brought to the device: good to read, but not to rely on."""
         self._doubtful.update(names)
-        self._seen.difference_update(names)
+        for name in names:
+            self._seen.pop(name, None)
         with contextlib.suppress(StoreError):  # this process remembers; others may have to find out
             self.index.mark_failed(names)
 
     def _load(self, root: Root, wanted: Wanted, layout: Layout, tokens: int | Ranges) -> BlockFile:
         """The block over this thread's scratch buffer: decode it before the next one is read."""
         path = self.place.block(wanted.name)
+        changed = files.size_and_change(path)[1]
         try:
             buffer = files.read_whole(path, _SCRATCH, self._largest(layout, tokens))
-            check_file_digest(buffer)
-            block = parse_block(buffer)
+            block = self.opener.block(buffer)
             self._compare(block.record, root, wanted)
-            self._see(wanted.name)
+            self._see(wanted.name, changed)
             events.block_read(len(buffer))
         except Miss as miss:
             raise self._missed(root, wanted, miss.reason, aside=False) from None
@@ -320,10 +269,28 @@ class Blocks:
         size, changed = files.size_and_change(path)
         if size != row.bytes or wanted.name in self._doubtful:
             return False
-        known = row.synced == changed or wanted.name in self._seen
+        if self.trust is not None and not self.trust.lists(row.signer):
+            return False
+        known = changed in (row.synced, self._seen.get(wanted.name))
         if known and wanted.name not in self.misses:
             return True
-        return _intact_size(path, wanted.name, _fits(root, wanted), decode=True) == row.bytes
+        found = self._intact(wanted.name, _fits(root, wanted), decode=True)
+        return found is not None and len(found[0]) == row.bytes
+
+    def _intact(
+        self, name: bytes, fits: Fits | None, *, decode: bool = False
+    ) -> tuple[memoryview, BlockFile] | None:
+        """A file that is intact, believed and, as far as can be told, the block of this name."""
+        try:
+            buffer = files.read_whole(self.place.block(name))
+            block = self.opener.block(buffer)
+            if decode:
+                block.check_content()
+            if fits is not None:
+                fits(block.record)
+        except (OSError, KvsnapError, Miss):
+            return None
+        return (buffer, block) if block.record.name == name else None
 
     def _largest(self, layout: Layout, tokens: int | Ranges) -> int:
         """No file of such rows is longer: codecs never store more than the rows."""
@@ -361,19 +328,3 @@ class Blocks:
 
 def _fits(root: Root, wanted: Wanted) -> Fits:
     return lambda record: Blocks._compare(record, root, wanted)
-
-
-def _intact_size(path: Path, name: bytes, fits: Fits | None, *, decode: bool = False) -> int | None:
-    """The length of a file that is intact and, as far as can be told, the block of this name."""
-    try:
-        buffer = files.read_whole(path)
-        check_file_digest(buffer)
-        block = parse_block(buffer)
-        record = block.record
-        if decode:
-            block.check_content()
-        if fits is not None:
-            fits(record)
-    except (OSError, KvsnapError, Miss):
-        return None
-    return len(buffer) if record.name == name else None

@@ -13,12 +13,12 @@ from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
-from kvsnap.kvstore.blocks import Miss
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Miss
 
 
 def branch_session(
@@ -116,7 +116,7 @@ def _tail(
     why = f"the block is of fidelity {record.fidelity}"
     try:
         if start >= record.tail_start:
-            rows = source.tail_rows()
+            rows = store.sessions.tail_rows(source)
             return {name: array[:, : count - start] for name, array in rows.items()}
         if record.fidelity == EXACT:
             number = start // record.block_size

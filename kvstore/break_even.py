@@ -150,7 +150,8 @@ def write(place: Place, key: str, record: Record) -> None:
     newest = sorted(others, key=lambda name: others[name].measured, reverse=True)
     kept = {name: others[name] for name in newest[: MAX_RECORDS - 1]}
     kept[key] = record
-    change_settings(place, KEY, {name: to_json(value) for name, value in kept.items()})
+    records = {name: to_json(value) for name, value in kept.items()}
+    change_settings(place, KEY, lambda old: records)
 
 
 def to_json(record: Record) -> dict[str, Any]:

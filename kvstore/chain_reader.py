@@ -13,13 +13,13 @@ from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.names import TokenIds, chain_names, common_prefix
 from kvsnap.formats.rowset import put_rows
 from kvsnap.formats.session import SessionFile
-from kvsnap.kvstore.blocks import Miss, Wanted
 from kvsnap.kvstore.break_even import NOT_WORTH, key_of
 from kvsnap.kvstore.fidelity import mark_lossy
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import Match, chain, longest_usable, tail_reach
 from kvsnap.kvstore.restore import read_blocks
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Miss, Wanted
 
 if TYPE_CHECKING:
     from kvsnap.kvstore.sharing.through import Fetching
@@ -199,7 +199,7 @@ class ChainReader:
             return self._fill_state(offer.root, match.state, landing, held)
         if own is not None:
             try:
-                rows_of_tail = own.tail_rows()
+                rows_of_tail = self.store.sessions.tail_rows(own)
             except Damaged as error:
                 result.own = None
                 return landing, stop, f"tail of session {own.record.name!r}: {error.what}"

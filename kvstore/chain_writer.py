@@ -11,10 +11,10 @@ from kvsnap.formats.errors import Vanished
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, chain_names
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 SLAB_BLOCKS = 8
 """Blocks exported at once: memory beyond the engine's stays at a few blocks."""

@@ -14,7 +14,7 @@ from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.identity import Root
 
 if TYPE_CHECKING:
-    from kvsnap.kvstore.blocks import Wanted
+    from kvsnap.kvstore.wanted import Wanted
 
 COLLISION = "the file holds other token ids: a name collision"
 """The one difference that says nothing against a file: it stands under its rightful name."""

@@ -42,10 +42,12 @@ class Row:
     lost: str | None
     state: bool = False
     """A state checkpoint, no block."""
+    signer: str = ""
+    """Who signed the file, as it says."""
 
 
 FAILED = -1
-_ROW = "name, start, tokens, bytes, synced, reachable, lost, state"
+_ROW = "name, start, tokens, bytes, synced, reachable, lost, state, signer"
 
 
 def big_endian(token_ids: TokenIds) -> bytes:
@@ -108,7 +110,9 @@ class Index(Database):
             found += self._rows(f"{where} IS NULL {order}", [asked, root_id])
         return found
 
-    def insert(self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str) -> None:
+    def insert(
+        self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str, signer: str
+    ) -> None:
         """Add or renew a block's row inside a transaction; its parent must be there.
 
         Storing a lost block again makes what follows it reachable.
@@ -129,10 +133,11 @@ class Index(Database):
                 )
             parent, reachable = found[0], bool(found[1])
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, used,"
-            " synced, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
+            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, signer, used,"
+            " synced, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
             " parent = excluded.parent, root = excluded.root, start = excluded.start,"
-            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes, codec = excluded.codec,"
+            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes,"
+            " codec = excluded.codec, signer = excluded.signer,"
             " used = MAX(used, excluded.used), synced = excluded.synced,"
             " reachable = excluded.reachable, lost = NULL",
             (
@@ -144,6 +149,7 @@ class Index(Database):
                 int(record.is_state),
                 size,
                 codec,
+                signer,
                 counter(db, "clock"),
                 0,
                 int(reachable),
@@ -173,9 +179,10 @@ class Index(Database):
 
         self.note(write)
 
-    def correct_size(self, db: sqlite3.Connection, name: bytes, size: int) -> None:
+    def correct(self, db: sqlite3.Connection, name: bytes, size: int, signer: str) -> None:
         """The file is right and the row is not: believe the file."""
-        db.execute("UPDATE blocks SET bytes = ? WHERE name = ?", (size, name))
+        sql = "UPDATE blocks SET bytes = ?, signer = ? WHERE name = ?"
+        db.execute(sql, (size, signer, name))
         settle_chain_bytes(db, name)
 
     def mark_synced(self, changed: Mapping[bytes, int]) -> bool:
@@ -241,13 +248,13 @@ def settle_chain_bytes(db: sqlite3.Connection, name: bytes) -> None:
 
 
 def _row(found: tuple) -> Row:
-    name, start, tokens, size, synced, reachable, lost, state = found
+    name, start, tokens, size, synced, reachable, lost, state, signer = found
     if [type(value) for value in found[:5]] != [bytes, int, bytes, int, int]:
         raise Damaged("a row of the index has values of other types")
     impossible = lost is not None and (reachable or not isinstance(lost, str))
     if len(name) != 32 or len(tokens) % 4 or impossible:
         raise Damaged("a row of the index has impossible values")
-    return Row(name, start, tokens, size, synced, bool(reachable), lost, bool(state))
+    return Row(name, start, tokens, size, synced, bool(reachable), lost, bool(state), str(signer))
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

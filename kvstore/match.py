@@ -20,9 +20,10 @@ from kvsnap.formats.identity import EXACT, Root
 from kvsnap.formats.layout import Layout
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, common_prefix
 from kvsnap.formats.session import SessionRecord
-from kvsnap.kvstore.blocks import Blocks, Wanted
+from kvsnap.kvstore.blocks import Blocks
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.index import Row, big_endian
+from kvsnap.kvstore.wanted import Wanted
 
 _PARENTS_AT_ONCE = 200
 """Blocks whose checkpoints are looked for in one query, from the end of the chain."""

@@ -7,17 +7,20 @@ import json
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, StoreError, Unsupported
 from kvsnap.formats.fields import FORMAT_VERSION
+from kvsnap.formats.signature import is_public_key
 from kvsnap.kvstore import files
 from kvsnap.kvstore.locks import one_at_a_time
 
 SETTINGS = "kvsnap.json"
+TRUST = "trust"
 _DAMAGED = "{} is damaged; the defaults are used, also for its capacity"
 DEFAULT_BLOCK_SIZE = 64
 """See docs/design/0003-block-size.md for the measurement."""
@@ -122,17 +125,21 @@ class Settings:
     created: int = 0
     capacity: str | int | None = None
     min_free: str | int | None = None
+    trust: Mapping[str, str] = field(default_factory=dict)
+    """Public key → name of whom it is."""
     problem: str = ""
 
 
 def read_settings(place: Place) -> Settings:
     """Refuses a store of another format version. A damaged file is passed over with its problem:
     every block and session carries its own version, so nothing wrong can come of that."""
+    text = b""
     with files.store_errors(place.root):  # a path too long, or through a folder that is closed
         if place.root.exists() and not place.root.is_dir():
             raise StoreError(f"{place.root} is not a folder", "point --store at a folder")
     try:
-        settings = json.loads(bytes(files.read_whole(place.settings)))
+        text = bytes(files.read_whole(place.settings))
+        settings = json.loads(text)
         version, block_size = settings["format"], settings["block_size"]
         created = settings.get("created", 0)
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +151,7 @@ def read_settings(place: Place) -> Settings:
     except OSError as error:
         raise files.store_error(error, place.settings, "read") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, Damaged):
-        return Settings(problem=_DAMAGED.format(place.settings))
+        return _damaged(place, text)
     if version != FORMAT_VERSION:
         raise Unsupported(
             f"{place.root} is a store of format version {version!r}, this kvsnap reads"
@@ -152,8 +159,23 @@ def read_settings(place: Place) -> Settings:
             "use the kvsnap that wrote it, or another --store",
         )
     if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
-        return Settings(problem=_DAMAGED.format(place.settings))
-    return Settings(block_size, created, settings.get("capacity"), settings.get("min_free"))
+        return _damaged(place, text)
+    trust = settings.get(TRUST, {})
+    names = list(trust.values()) if isinstance(trust, dict) else [None]
+    if not all(isinstance(name, str) for name in names) or not all(map(is_public_key, trust)):
+        return _damaged(place, text)
+    capacity, min_free = settings.get("capacity"), settings.get("min_free")
+    return Settings(block_size, created, capacity, min_free, trust)
+
+
+def _damaged(place: Place, text: bytes) -> Settings:
+    """The defaults; but a store with a trust list must not become one without, by damage."""
+    if TRUST.encode() in text:
+        raise StoreError(
+            f"{place.settings} is damaged, and holds a trust list",
+            "mend it by hand, or remove it and name whom you trust again: kvsnap trust add",
+        )
+    return Settings(problem=_DAMAGED.format(place.settings))
 
 
 def write_settings(place: Place) -> None:
@@ -178,12 +200,13 @@ def write_settings(place: Place) -> None:
     )
 
 
-def change_settings(place: Place, key: str, value: Any) -> None:
-    """Set one field of kvsnap.json, JSON, and keep the others; the store is made where it is not."""
+def change_settings(place: Place, key: str, change: Callable[[Any], Any]) -> None:
+    """Change one field of kvsnap.json, JSON, from what it is now (None: not there), and keep the
+    others; the store is made where it is not."""
     write_settings(place)
     with one_at_a_time(place.root), files.store_errors(place.settings):
         record = json.loads(bytes(files.read_whole(place.settings)))
-        _replace_settings(place, record | {key: value})
+        _replace_settings(place, record | {key: change(record.get(key))})
 
 
 def _replace_settings(place: Place, record: dict[str, Any]) -> None:

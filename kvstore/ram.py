@@ -28,7 +28,7 @@ from kvsnap.kvstore.host_memory import HostMemory
 from kvsnap.kvstore.policy import leaf_lru
 
 if TYPE_CHECKING:
-    from kvsnap.kvstore.blocks import Wanted
+    from kvsnap.kvstore.wanted import Wanted
 
 
 @dataclass(frozen=True, slots=True)

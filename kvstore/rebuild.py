@@ -19,6 +19,7 @@ from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Vanished
 from kvsnap.formats.fields import digest_field
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import SUFFIX
+from kvsnap.formats.signature import signature_of
 from kvsnap.kvstore import files
 from kvsnap.kvstore.index import Index, big_endian, root_number, settle_chain_bytes
 from kvsnap.kvstore.place import Place
@@ -41,6 +42,7 @@ class Found:
     file: bytes
     content: bytes
     """Its two digests, as it states them."""
+    signer: str
 
 
 def block_paths(place: Place) -> Iterator[Path]:
@@ -64,6 +66,7 @@ def read_record(path: Path) -> Found:
         ids = Tensor("U32", (size // 4,), front[start : start + size])
     finally:
         os.close(handle)
+    signature = signature_of(container.metadata)
     return Found(
         block_record(container, ids),
         container.field("codec"),
@@ -71,6 +74,7 @@ def read_record(path: Path) -> Found:
         status.st_mtime_ns,
         digest_field(container, "file"),
         digest_field(container, "content"),
+        signature.signer if signature is not None else "",
     )
 
 
@@ -125,10 +129,20 @@ def fill_from_files(
         clock = max(clock, used)
         ids = big_endian(record.token_ids)
         state = int(record.is_state)
-        row = (record.name, roots[family], record.start, ids, state, item.size, item.codec, used)
+        row = (
+            record.name,
+            roots[family],
+            record.start,
+            ids,
+            state,
+            item.size,
+            item.codec,
+            item.signer,
+            used,
+        )
         added = db.execute(
-            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, state, bytes, codec, used,"
-            " reachable) VALUES (?,?,?,?,?,?,?,?,0)",
+            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, state, bytes, codec, signer,"
+            " used, reachable) VALUES (?,?,?,?,?,?,?,?,?,0)",
             row,
         )
         # A folder that changes while it is listed may name a file twice.
@@ -217,7 +231,7 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -
     unreachable, as after a rebuild."""
     record = found.record
     try:
-        index.insert(db, record, found.size, found.codec)
+        index.insert(db, record, found.size, found.codec, found.signer)
     except Vanished:
         root = root_number(db, record.root_id, record.identity)
         db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, found.codec))
@@ -228,10 +242,12 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -
             (record.parent, root, before, MISSING),
         )
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, used,"
-            " reachable) VALUES (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, ?, 0, 0)"
+            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, signer, used,"
+            " reachable)"
+            " VALUES (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, ?, ?, 0, 0)"
             " ON CONFLICT(name) DO UPDATE SET parent = excluded.parent, root = excluded.root,"
-            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes, codec = excluded.codec, lost = NULL",
+            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes,"
+            " codec = excluded.codec, signer = excluded.signer, lost = NULL",
             (
                 record.name,
                 record.parent,
@@ -241,6 +257,7 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -
                 int(record.is_state),
                 found.size,
                 found.codec,
+                found.signer,
             ),
         )
         settle_chain_bytes(db, record.name)

@@ -25,11 +25,11 @@ from kvsnap.formats.names import chain_names
 from kvsnap.formats.rowset import check_codec
 from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.tenant import Tenant, tenant_id
-from kvsnap.kvstore.blocks import Miss, Wanted
 from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Miss, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,9 @@ def _recompress(
     size, layout = record.block_size, layout_of(record.identity)
     wanted = chain(chain_names(before.key, record.token_ids, size), record.token_ids, size)
     target = chain(chain_names(after.key, record.token_ids, size), record.token_ids, size)
-    tail = session.tail_rows()  # raises where it is damaged, before anything is written
+    tail = store.sessions.tail_rows(
+        session
+    )  # raises where it is damaged, before anything is written
     names = [block.name for block in target]
     new_state = state_at_end(after.key, names, record.token_ids, size)
     state = _state(store, before, record, layout)

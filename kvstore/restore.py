@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout
 from kvsnap.formats.rowset import Targets
-from kvsnap.kvstore.blocks import Blocks, Miss, Wanted
+from kvsnap.kvstore.blocks import Blocks
+from kvsnap.kvstore.wanted import Miss, Wanted
 
 MAX_THREADS = 8
 """Memory bandwidth, not cores, ends the gain: one thread already moves 1-2 GB/s."""

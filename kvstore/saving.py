@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from kvsnap.formats.errors import NotAllStored, PartlyDone, SessionMoved, StoreFull
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.kvstore import events
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.chain_writer import ChainWriter, State
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.reports import SaveReport
 from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 if TYPE_CHECKING:
     from kvsnap.kvstore.sharing.behind import Behind

@@ -4,6 +4,7 @@ work, not the code's, so that no path through the code can forget them.
 blocks     one row a block, and one a state checkpoint (`state` is 1). `used`: the request counter when it was last the deepest block of a
            request; `hits`: how often it was (both pass to the parent when the block goes).
            `children`, `holds`: rows that stand on it. `chain_bytes`: of it and all before it.
+           `signer`: who signed the file, as its header says; whoever reads it finds out.
            `reachable` is 1 where the block and all before it are there; `lost` holds the reason
            where a block's file was set aside or found missing while its row is still needed.
 totals     blocks and bytes by root and codec, of files that are there. `chain_bytes`: the sum over
@@ -15,7 +16,7 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 5
+INDEX_VERSION = 6
 TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
 """In an order in which they can be dropped."""
 
@@ -32,6 +33,7 @@ CREATE TABLE blocks(
   state INTEGER NOT NULL DEFAULT 0,
   bytes INTEGER NOT NULL,
   codec TEXT NOT NULL,
+  signer TEXT NOT NULL DEFAULT '',
   used INTEGER NOT NULL,
   hits INTEGER NOT NULL DEFAULT 0,
   children INTEGER NOT NULL DEFAULT 0,

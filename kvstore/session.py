@@ -27,7 +27,6 @@ from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore import events
 from kvsnap.kvstore.background import Background
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.branch import branch_session
 from kvsnap.kvstore.chain_reader import ChainReader
 from kvsnap.kvstore.chain_writer import STATES_AT_ONCE, ChainWriter
@@ -41,7 +40,13 @@ from kvsnap.kvstore.session_report import stopped_by
 from kvsnap.kvstore.session_version import NextVersion
 from kvsnap.kvstore.sessions import Version
 from kvsnap.kvstore.store import Store
-from kvsnap.kvstore.whose_engine import alone, refuse_another_conversation
+from kvsnap.kvstore.wanted import Wanted
+from kvsnap.kvstore.whose_engine import (
+    alone,
+    claim,
+    holds_another_tenants,
+    refuse_another_conversation,
+)
 
 
 class Session:
@@ -142,13 +147,15 @@ class Session:
             )
         limit = max(0, len(ids) - leave)
         held = min(common_prefix(self.engine.token_ids(), ids), limit)
+        if holds_another_tenants(self.engine, self.tenant_id):
+            held = 0
         there = codec_of_held(self.engine, held)
         if self._coding.allow_lossy and not self.codec.lossy and there is not None:
             self.store_by(there)
         held = self.engine.reach(usable_tokens(self.engine, held, self.root))
         self.engine.truncate(held)
         self._asked = ids
-        self.engine.holder = (self.tenant_id, self.name) if self.name is not None else None
+        self.engine.holder = (self.tenant_id, self.name)
         with self.store.holds.lease() as lease:
             found = self._reader.restore(self.roots(), ids, limit, held, lease, self.stored)
             self.stored, reused = found.own, found.tokens
@@ -221,6 +228,7 @@ class Session:
         """
 
         self.engine.check_held()
+        claim(self.engine, self.tenant_id)
         refuse_other_fidelity(self.engine, self.root)
 
         def put() -> None:
@@ -318,6 +326,7 @@ class Session:
         if self.name is not None:
             self._refuse_another_conversation()
             self.engine.holder = (self.tenant_id, self.name)
+        claim(self.engine, self.tenant_id)
         refuse_other_fidelity(self.engine, self.root)
         wanted, tokens = self._writer.chain(), len(self.engine.token_ids())
         last = self._writer.take_state()

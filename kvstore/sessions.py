@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError, StoreFull
@@ -22,6 +24,7 @@ from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.session_file import no_session, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
 from kvsnap.kvstore.space import Room, Space
+from kvsnap.kvstore.trust import Trust
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
 
@@ -41,8 +44,10 @@ class Draft:
 class Sessions:
     """The sessions of one store. A save replaces only the revision that it started from."""
 
-    def __init__(self, place: Place, index: Index, space: Space) -> None:
-        self.place, self.index, self.space = place, index, space
+    def __init__(
+        self, place: Place, index: Index, space: Space, trust: Trust | None = None
+    ) -> None:
+        self.place, self.index, self.space, self.trust = place, index, space, trust
 
     def path(self, tenant_id: str, name: str) -> Path:
         return self.place.sessions / tenant_id / session_file_name(name)
@@ -64,6 +69,13 @@ class Sessions:
             )
         return found
 
+    def tail_rows(self, session: SessionFile) -> dict[str, np.ndarray]:
+        """The rows of a session's tail, checked. Raises `Damaged`, also where nobody whom this store
+        trusts signed them: the conversation can be read nevertheless."""
+        if self.trust is not None and session.record.tail_tokens:
+            self.trust.check_session(session)
+        return session.tail_rows()
+
     def version(self, tenant_id: str, name: str) -> Version:
         """What stands under a name; (0, "") for nothing, or for a damaged file to replace."""
         try:
@@ -78,7 +90,8 @@ class Sessions:
     ) -> Iterator[Draft]:
         """Write a session file to tmp/, to be published when its blocks are stored: it must not be
         they that take its room. Raises `StoreFull` where there is none."""
-        with self.draft_of(record, pack_session(record, codec, layout, tail)) as draft:
+        key = self.trust.key if self.trust is not None else None
+        with self.draft_of(record, pack_session(record, codec, layout, tail, key)) as draft:
             yield draft
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -25,6 +25,7 @@ from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import FAILED, Index
 from kvsnap.kvstore.locks import Owner
 from kvsnap.kvstore.mounts import refuse_network_file_system
+from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.pins import Pins, fill_pins
 from kvsnap.kvstore.place import Place, default_path, read_settings
 from kvsnap.kvstore.ram import Ram
@@ -32,6 +33,7 @@ from kvsnap.kvstore.rebuild import fill_from_files
 from kvsnap.kvstore.session_list import SessionList, fill_sessions
 from kvsnap.kvstore.sessions import Sessions
 from kvsnap.kvstore.space import Space
+from kvsnap.kvstore.trust import trust_of
 from kvsnap.kvstore.unfinished import fill_unfinished
 from kvsnap.kvstore.weights import FileDigests
 
@@ -49,7 +51,8 @@ class Store:
     where else they may come from); `ram` is the size of a tier of decoded blocks in memory, for a
     process that resumes again and again. `remote` (a URL, or one that is open) is asked for what is
     missing here; with `write_behind` what is saved goes there, too, in the background: `flush` and
-    `close` wait for that, and raise what went wrong. Raises `StoreError` where the folder cannot be one and
+    `close` wait for that, and raise what went wrong. `trust`: public keys besides those of the
+    store's own list; with any, only what they (or this machine) signed is used. Raises `StoreError` where the folder cannot be one and
     `Unsupported` for another format version.
     """
 
@@ -62,6 +65,7 @@ class Store:
         ram: str | int | None = None,
         remote: str | Remote | None = None,
         write_behind: bool = False,
+        trust: Iterable[str] = (),
     ) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
@@ -70,6 +74,8 @@ class Store:
         stored = (settings.capacity, settings.min_free)
         self.budget = budget(place.root, stored, capacity, min_free)
         self.problem = settings.problem
+        self.trust = trust_of(settings.trust, trust)
+        """Whom the store believes; None where it asks for no signatures."""
         if os.environ.get("KVSNAP_COMPILED") == "1":
             compiled.allow()
         self.progress: Callable[[int, int], None] = lambda done, total: None
@@ -84,10 +90,11 @@ class Store:
         self.holds = Holds(self.index, self.owner)
         self.space = Space(self.place, self.index, self.holds, self.budget)
         tier = Ram(parse_size(ram)) if ram not in (None, 0) else None
-        self.blocks = Blocks(self.place, self.index, self.space, tier)
-        self.sessions = Sessions(self.place, self.index, self.space)
-        self.pins = Pins(self.place, self.index, self.sessions, self.space)
         self.calibrations = Calibrations(self.place, self.index, self.space)
+        self.opener = Opener(self.trust, self.calibrations.prepare)
+        self.blocks = Blocks(self.place, self.index, self.space, tier, self.opener)
+        self.sessions = Sessions(self.place, self.index, self.space, self.trust)
+        self.pins = Pins(self.place, self.index, self.sessions, self.space)
         self.listing = SessionList(self.place, self.index)
         self.file_digest = FileDigests(self.index)
         self.through: Through | None = None

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvsnap.formats.block import BlockRecord, parse_block
-from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.identity import parse_identity, root_behind
 from kvsnap.formats.names import block_name, chain_names
@@ -67,7 +66,7 @@ def verify_store(
         _block_file(store, path, tenant, report)
         progress(number + 1, len(paths) + len(sessions))
     for number, path in enumerate(sessions):
-        session = _session_file(path, tenant, report)
+        session = _session_file(store, path, tenant, report)
         if (
             session is not None
             and store.sessions.path(session.record.tenant_id, session.record.name) != path
@@ -103,7 +102,7 @@ def verify_session(
     """One session and the blocks of its chain. Raises `NotFound`."""
     report = VerifyReport()
     path = store.sessions.require(tenant_id, name)
-    session = _session_file(path, tenant, report)
+    session = _session_file(store, path, tenant, report)
     for block in session.record.path if session else ():
         file = store.place.block(block)
         row = store.index.find(block)
@@ -138,8 +137,7 @@ def _finding(path: Path, report: VerifyReport) -> Iterator[None]:
 def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyReport) -> None:
     with _finding(path, report):
         buffer = files.read_whole(path)
-        check_file_digest(buffer)
-        block = parse_block(buffer)
+        block = store.opener.block(buffer)
         store.calibrations.prepare(block.codec)
         block.check_content()
         record = block.record
@@ -165,10 +163,12 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
         raise Damaged("the index differs from the file: delete index.sqlite3*, it is built anew")
 
 
-def _session_file(path: Path, tenant: Tenant | None, report: VerifyReport) -> SessionFile | None:
+def _session_file(
+    store: Store, path: Path, tenant: Tenant | None, report: VerifyReport
+) -> SessionFile | None:
     with _finding(path, report):
         session = read_session(path, strict=True)
-        session.tail_rows()
+        store.sessions.tail_rows(session)
         session.check_talk()
         record = session.record
         _check_fidelity(record)

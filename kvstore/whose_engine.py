@@ -1,4 +1,5 @@
-"""Several sessions on one engine: one call at a time, and none is stored with another's tokens."""
+"""Several sessions on one engine: one call at a time, none is stored with another's tokens, and no
+tenant goes on from what the engine holds of another one."""
 
 from __future__ import annotations
 
@@ -43,6 +44,20 @@ def alone(
     return cast("Callable[Concatenate[_Self, _Args], _Result]", waiting)
 
 
+def holds_another_tenants(engine: Engine, tenant_id: str) -> bool:
+    """Whether the session that used the engine last was another tenant's. What it left there is not to
+    be reused: that a prompt is there at once tells that somebody else asked the same.
+
+    Where no session used the engine before, what it holds is the application's."""
+    return engine.holder is not None and engine.holder[0] != tenant_id
+
+
+def claim(engine: Engine, tenant_id: str) -> None:
+    """What the engine holds is stored by this tenant: no other one goes on from it."""
+    if engine.holder is None or holds_another_tenants(engine, tenant_id):
+        engine.holder = (tenant_id, None)
+
+
 def refuse_another_conversation(
     engine: Engine, tenant_id: str, name: str, own: TokenIds | None
 ) -> None:
@@ -59,7 +74,8 @@ def refuse_another_conversation(
             f"the engine holds nothing of session {name!r} any more",
             "resume the session before it is saved",
         )
-    others = engine.holder not in (None, (tenant_id, name))
+    others = engine.holder is not None and engine.holder[1] not in (None, name)
+    others = others or holds_another_tenants(engine, tenant_id)
     if others and common_prefix(own, held) < len(own):
         raise UsageError(
             f"the engine holds another conversation than session {name!r}",

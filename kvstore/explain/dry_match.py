@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-from kvsnap.formats.block import parse_block
-from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.identity import Root
 from kvsnap.formats.names import TokenIds, chain_names
 from kvsnap.kvstore import files
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.compare import difference
 from kvsnap.kvstore.match import Match, longest_usable, tail_reach
 from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.wanted import Wanted
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,7 @@ def _problem(session: Session, root: Root, wanted: Wanted, check: bool) -> str |
         return None
     try:
         buffer = files.read_whole(path)
-        check_file_digest(buffer)
-        block = parse_block(buffer)
+        block = session.store.opener.block(buffer)
         session.store.calibrations.prepare(block.codec)
         block.check_content()
     except KvsnapError as error:
@@ -135,7 +132,7 @@ def _tail_reach(
     if own is None or not reach:
         return 0
     try:
-        own.tail_rows()
+        session.store.sessions.tail_rows(own)
     except Damaged as error:
         losses.append(Loss("", f"tail of session {own.record.name!r}: {error.what}"))
         return 0

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsnap.formats.names import TokenIds, token_array
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.break_even import key_of
 from kvsnap.kvstore.explain.dry_match import Found, dry_match
 from kvsnap.kvstore.explain.gone import evicted_next, lost_next
 from kvsnap.kvstore.explain.parting import Parting, parting_from_session, parting_from_sibling
 from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.why import Difference, another_identity, first_difference
 
 WHOLE = "whole prompt"

@@ -21,13 +21,13 @@ from numpy.random import PCG64, Generator
 
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.names import TokenIds, block_name, chain_names
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.match import longest_prefix
 from kvsnap.kvstore.measure import synthetic
 from kvsnap.kvstore.measure.synthetic import BLOCK_SIZE, ROOT
 from kvsnap.kvstore.stats import stats
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 LOOK_UPS = 50
 CHANGES = 300

@@ -15,8 +15,8 @@ from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Manifest
 from kvsnap.formats.names import chain_names
 from kvsnap.formats.session import SessionFile
 from kvsnap.formats.tenant import NO_TENANT_ID, Tenant
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.match import chain, state_at
+from kvsnap.kvstore.wanted import Wanted
 
 MOST_ROWS = 2**27
 """Bytes of one block's rows, or of a tail's: they are decoded when they come, and zstd shrinks what is

@@ -34,7 +34,7 @@ def manifest_of(store: Store, session: SessionFile) -> Manifest:
     record = session.record
     items = items_of_chain(store, record.chain)
     chain = record.chain[: len(items)]
-    items += [_item(store, STATE, name) for name in _states(store, session, chain)]
+    items += [_item(store, STATE, name) for name in states_of(store, session, chain)]
     items += _calibration(store, record.fidelity)
     size = files.file_size(store.sessions.path(record.tenant_id, record.name)) or 0
     digest = bytes.fromhex(session.file_digest)
@@ -83,7 +83,8 @@ def _item(store: Store, kind: str, name: bytes) -> Item:
     return Item(kind, name, found.record.stop, found.size, found.file, found.content)
 
 
-def _states(store: Store, session: SessionFile, chain: Sequence[bytes]) -> list[bytes]:
+def states_of(store: Store, session: SessionFile, chain: Sequence[bytes]) -> list[bytes]:
+    """Names of the checkpoints that stand on these blocks and that the session's tokens pass."""
     record = session.record
     parents = [ZERO_PARENT, *chain]
     names: list[bytes] = []

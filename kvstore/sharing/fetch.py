@@ -7,19 +7,26 @@ from kvsnap.formats.errors import Damaged
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout
 from kvsnap.formats.manifest import Item, Manifest, block_key
-from kvsnap.kvstore.blocks import Foreign, Wanted, check_foreign
+from kvsnap.kvstore.foreign import Foreign, check_foreign
+from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing.checks import MOST_CALIBRATION, check_header, longest_block
+from kvsnap.kvstore.wanted import Wanted
 
 
 def fetch_block(
-    remote: Remote, root: Root, wanted: Wanted, layout: Layout, content: str | None = None
+    remote: Remote,
+    opener: Opener,
+    root: Root,
+    wanted: Wanted,
+    layout: Layout,
+    content: str | None = None,
 ) -> Foreign:
     """A block or state checkpoint, down to its rows. `content`: the digest that a manifest gives them.
     `layout` is the root's. Raises `NotFound`, `Damaged`, `Unsupported` or `RemoteError`."""
     found = remote.get(block_key(wanted.name), longest_block(wanted, layout))
     check_header(memoryview(found.data))
-    return check_foreign(root, wanted, memoryview(found.data), content)
+    return check_foreign(opener, root, wanted, memoryview(found.data), content)
 
 
 def fetch_calibration(remote: Remote, manifest: Manifest, item: Item) -> Calibration:

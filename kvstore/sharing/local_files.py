@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsnap.formats.block import parse_block
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, Unsupported, Vanished
-from kvsnap.formats.manifest import CALIBRATION, SESSION, Item, Manifest
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, SESSION, STATE, Item, Manifest
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore import files
 from kvsnap.kvstore.sharing.checks import MOST_SESSION_HEADER, check_header
@@ -25,15 +24,18 @@ def path_of(store: Store, manifest: Manifest, item: Item) -> Path:
 def read_local(store: Store, item: Item, path: Path) -> memoryview:
     """An item's bytes, checked."""
     changed = Vanished(f"{path.name} changed while it was pushed", "push again")
+    block = None
     try:
         buffer = files.read_whole(path)
-        found = check_file_digest(buffer)
+        if item.kind in (BLOCK, STATE):
+            block = store.opener.block(buffer)
+        found = block.file_digest if block is not None else check_file_digest(buffer)
     except FileNotFoundError:
         raise changed from None
     except OSError as error:
         raise files.store_error(error, path, "read") from error
     except Damaged as error:
-        if item.kind not in (SESSION, CALIBRATION):
+        if item.kind in (BLOCK, STATE):
             store.blocks.set_aside(item.name, error.what)
         raise Damaged(
             f"{path.name} is damaged here: {error.what}",
@@ -41,7 +43,7 @@ def read_local(store: Store, item: Item, path: Path) -> memoryview:
         ) from error
     if found != item.file.hex():
         raise changed  # saved anew, or in another codec
-    if item.kind not in (SESSION, CALIBRATION) and parse_block(buffer).record.name != item.name:
+    if block is not None and block.record.name != item.name:
         raise Damaged(f"{path.name} holds another block", "kvsnap verify shows more")
     return buffer
 

@@ -30,7 +30,7 @@ from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant
-from kvsnap.kvstore.blocks import Foreign, Wanted
+from kvsnap.kvstore.foreign import Foreign
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
@@ -42,6 +42,7 @@ from kvsnap.kvstore.sharing.pull_plan import PullPlan, plan_pull
 from kvsnap.kvstore.sharing.push import Progress
 from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 _NO_PARENT = "the block before it is missing"
 
@@ -193,7 +194,7 @@ def _fetch(
             return Damaged(_NO_PARENT)
         try:
             own, content = wanted[item.name], item.content.hex()
-            return fetch_block(remote, plan.root, own, layout, content)
+            return fetch_block(remote, store.opener, plan.root, own, layout, content)
         except (NotFound, Damaged, Unsupported) as error:
             return error
 

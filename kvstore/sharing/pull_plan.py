@@ -53,6 +53,8 @@ def plan_pull(
 ) -> PullPlan:
     """What comes. Reads the manifest and the session's file; nothing is written."""
     manifest, _ = manifests.require(remote, tenant_id(tenant), name)
+    if store.trust is not None:
+        store.trust.check_manifest(manifest, remote.url)
     try:
         session, data = manifests.session_of(remote, manifest)
     except (Damaged, NotFound) as error:
@@ -65,7 +67,7 @@ def plan_pull(
     _check_block_size(store, manifest)
     packed = Packed((data,), len(data), session.file_digest)
     if new_name not in (None, name):
-        session, packed = _renamed(session, str(new_name))
+        session, packed = _renamed(store, session, str(new_name))
     record = session.record
     started_from = store.sessions.version(record.tenant_id, record.name)
     same = started_from[1] == packed.file_digest
@@ -97,10 +99,12 @@ def _check_goes_on(store: Store, session: SessionFile, url: str) -> None:
         )
 
 
-def _renamed(session: SessionFile, name: str) -> tuple[SessionFile, Packed]:
+def _renamed(store: Store, session: SessionFile, name: str) -> tuple[SessionFile, Packed]:
+    """Its signature covered the name, too; whom this machine believed, it signs for."""
     record = replace(session.record, name=name)
     rows = session.tail_rows()
-    packed = pack_session(record, session.codec, layout_of(record.identity), rows)
+    key = store.trust.key if store.trust is not None else None
+    packed = pack_session(record, session.codec, layout_of(record.identity), rows, key)
     return replace(session, record=record, file_digest=packed.file_digest), packed
 
 

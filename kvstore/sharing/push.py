@@ -19,6 +19,7 @@ from kvsnap.formats.errors import (
     PartlyDone,
     RemoteError,
     Unsupported,
+    Untrusted,
     Vanished,
 )
 from kvsnap.formats.manifest import (
@@ -30,15 +31,23 @@ from kvsnap.formats.manifest import (
     pack_manifest,
 )
 from kvsnap.formats.session import SessionFile
+from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.sharing.checks import MOST_HEADER, check_header
-from kvsnap.kvstore.sharing.contents import items_of_chain
+from kvsnap.kvstore.sharing.contents import items_of_chain, states_of
 from kvsnap.kvstore.sharing.local_files import check_notes, path_of, read_local
-from kvsnap.kvstore.sharing.push_plan import PushPlan, missing_blocks, plan_push
+from kvsnap.kvstore.sharing.push_plan import (
+    PushPlan,
+    missing_blocks,
+    plan_push,
+    unsigned_there,
+)
 from kvsnap.kvstore.sharing.sweep_mark import wait_for_sweep
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
+from kvsnap.kvstore.signing import sign_blocks, sign_session
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.trust import Trust
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -69,6 +78,7 @@ def push(
     force: bool = False,
     known: Container[bytes] = (),
     dry_run: bool = False,
+    sign: bool = False,
     show: Callable[[PushPlan], None] = lambda plan: None,
     progress: Progress = lambda done, total: None,
 ) -> PushReport:
@@ -79,6 +89,10 @@ def push(
     `force` replaces whatever stands there, and sends every file anew: one that is damaged there has
     the right length. `known`: file digests of versions of the session that this one replaced here,
     and so may replace there.
+
+    `sign` (a store with a trust list always does): what nobody trusted signed is signed here first,
+    the session as its next revision; a block that is there counts only if it holds these rows and a
+    trusted key signed them.
     """
     started = time.monotonic()
     if not remote.abilities.write:
@@ -86,12 +100,16 @@ def push(
             f"{remote.url} can only be read", "push to the folder or bucket behind it"
         )
 
+    trust = store.trust or (Trust({}) if sign else None)
+
     def once() -> PushReport:
         with store.holds.lease() as lease:
             session = store.sessions.load(tenant_id, name)
             _lease(store, session, lease.keep)
+            if trust is not None and not dry_run:
+                session = _sign(store, session, trust)
             check_notes(store, session)
-            plan = plan_push(store, remote, session, force=force, known=known)
+            plan = plan_push(store, remote, session, force=force, known=known, trust=trust)
             show(plan)
             moved = [] if dry_run else _apply(store, remote, plan, progress)
             planned = plan.missing if dry_run else moved
@@ -124,12 +142,38 @@ def push_chain(store: Store, remote: Remote, names: Sequence[bytes]) -> int:
     """Send what a remote lacks of blocks that no session names; how many those were. Blocks that
     went from here meanwhile end it."""
     items = items_of_chain(store, names)
-    missing = missing_blocks(remote, items)
+    if not items:
+        return 0
+    if store.trust is None:
+        missing = missing_blocks(remote, items)
+    else:
+        root_id = read_record(store.place.block(names[0])).record.root_id
+        missing = unsigned_there(remote, items, root_id, store.trust)
 
     def send(item: Item) -> None:
         remote.put(block_key(item.name), read_local(store, item, store.place.block(item.name)))
 
     return sum(1 for _ in in_order(send, missing))
+
+
+def _sign(store: Store, session: SessionFile, trust: Trust) -> SessionFile:
+    """The session, signed, and so what is stored of it. In a store with a trust list nothing is signed
+    afterwards: what nobody trusted signed is set aside."""
+    chain = session.record.chain
+    names = [*chain, *states_of(store, session, chain[: store.index.depth(chain)])]
+    if store.trust is None:
+        sign_blocks(store, names, trust)
+        return sign_session(store, session, trust)
+    for name in names:
+        store.blocks.has(name)
+    try:
+        trust.check_session(session)
+    except Untrusted as error:
+        raise Untrusted(
+            f"session {session.record.name!r}: {error.what}, as this store asks for",
+            "resume and save it here, then push it",
+        ) from error
+    return session
 
 
 def _apply(store: Store, remote: Remote, plan: PushPlan, progress: Progress) -> Sequence[Item]:

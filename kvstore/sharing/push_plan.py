@@ -7,15 +7,17 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from kvsnap.formats.errors import Damaged, Diverged, NotFound
-from kvsnap.formats.manifest import BLOCK, Item, Manifest, block_key
+from kvsnap.formats.manifest import BLOCK, STATE, Item, Manifest, block_key
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.contents import manifest_of
 from kvsnap.kvstore.sharing.lineage import is_ahead, why_not_newer
+from kvsnap.kvstore.sharing.signed_there import is_signed_there
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.trust import Trust
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ def plan_push(
     *,
     force: bool = False,
     known: Container[bytes] = (),
+    trust: Trust | None = None,
 ) -> PushPlan:
-    """What moves. Nothing is written, here or there."""
+    """What moves, and with `trust` is signed. Nothing is written, here or there."""
     record = session.record
     manifest = here = manifest_of(store, session)
     there = manifests.find(remote, record.tenant_id, record.name)
@@ -62,12 +65,16 @@ def plan_push(
     if old is not None:
         if not (force or old.session.name == manifest.session.name or old.session.name in known):
             _check_goes_on(remote, old, session)
-        manifest = _with_what_is_there(remote, manifest, old, session)
+        manifest = _with_what_is_there(remote, manifest, old, session, trust)
     named = {item.name for item in old.items} if old is not None else set[bytes]()
+    if trust is not None:
+        manifest = manifest.sign(trust.key)
+        if old is None or not trust.believes_manifest(old):
+            named = set()
     return PushPlan(
         url=remote.url,
         manifest=manifest,
-        missing=here.items if force else tuple(_missing(remote, manifest)),
+        missing=here.items if force else tuple(_missing(remote, manifest, trust)),
         replaces=there.version if there is not None else None,
         unchanged=not force and named >= {item.name for item in manifest.items},
         blocks=len(record.chain),
@@ -92,23 +99,34 @@ def _check_goes_on(remote: Remote, old: Manifest, session: SessionFile) -> None:
 
 
 def _with_what_is_there(
-    remote: Remote, manifest: Manifest, old: Manifest, session: SessionFile
+    remote: Remote,
+    manifest: Manifest,
+    old: Manifest,
+    session: SessionFile,
+    trust: Trust | None,
 ) -> Manifest:
-    """The manifest with blocks of the same chain that went here and that the remote still has."""
+    """The manifest with blocks of the same chain that went here and that the remote still has, as
+    far as they are believed."""
+    if trust is not None and not trust.believes_manifest(old):
+        return manifest
     blocks, theirs = manifest.of_kind(BLOCK), old.of_kind(BLOCK)
     more = []
     for name, item in zip(session.record.chain[len(blocks) :], theirs[len(blocks) :], strict=False):
         if item.name != name or remote.size(block_key(name)) is None:
+            break
+        if trust is not None and not is_signed_there(remote, item, old.root_id, trust):
             break
         more.append(item)
     rest = [item for item in manifest.items if item.kind != BLOCK]
     return replace(manifest, items=(*blocks, *more, *rest))
 
 
-def _missing(remote: Remote, manifest: Manifest) -> list[Item]:
+def _missing(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[Item]:
     """What has to move, as far as can be told from few questions: the end of the blocks that are
     there is galloped for, and the last few before it, where a push may have been cut off, and all
     that is no block are asked for one by one."""
+    if trust is not None:
+        return unsigned_there(remote, manifest.items, manifest.root_id, trust)
     lacking = {item.name for item in missing_blocks(remote, manifest.of_kind(BLOCK))}
 
     def there(item: Item) -> bool:
@@ -117,6 +135,16 @@ def _missing(remote: Remote, manifest: Manifest) -> list[Item]:
     others = [item for item in manifest.items if item.kind != BLOCK]
     lacking |= {item.name for item, found in in_order(there, others) if not found}
     return [item for item in manifest.items if item.name in lacking]
+
+
+def unsigned_there(remote: Remote, items: Sequence[Item], root_id: str, trust: Trust) -> list[Item]:
+    """What has to move where signatures count: each block is looked at, and what else a session has
+    is small and goes in any case."""
+
+    def there(item: Item) -> bool:
+        return item.kind in (BLOCK, STATE) and is_signed_there(remote, item, root_id, trust)
+
+    return [item for item, found in in_order(there, items) if not found]
 
 
 def missing_blocks(remote: Remote, blocks: Sequence[Item]) -> list[Item]:

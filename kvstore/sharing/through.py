@@ -29,8 +29,8 @@ from kvsnap.formats.layout import Layout
 from kvsnap.formats.manifest import block_key
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import events
-from kvsnap.kvstore.blocks import Foreign, Wanted
 from kvsnap.kvstore.break_even import MARGIN, NOT_WORTH
+from kvsnap.kvstore.foreign import Foreign
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.remotes import Options
 from kvsnap.kvstore.remotes.base import Remote
@@ -40,6 +40,7 @@ from kvsnap.kvstore.sharing.fetch import fetch_block
 from kvsnap.kvstore.sharing.pull import pull
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, at_once_of, in_order
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 OPTIONS = Options(timeout=5.0, tries=1)
 """Somebody waits for a first token: one try, and no longer."""
@@ -219,7 +220,8 @@ class Fetching:
         if self._stop:
             return KvsnapError(NOT_FETCHED)
         try:
-            return fetch_block(self._through.remote, self._root, block, self._layout)
+            opener = self._through.store.opener
+            return fetch_block(self._through.remote, opener, self._root, block, self._layout)
         except KvsnapError as error:
             return error
 

@@ -10,11 +10,13 @@ from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Unsupported, U
 from kvsnap.formats.identity import layout_of
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.checks import check_names, root_of_session, wanted_files
 from kvsnap.kvstore.sharing.fetch import fetch_block, fetch_calibration
 from kvsnap.kvstore.sharing.transfer import at_once_of, in_order
+from kvsnap.kvstore.trust import Trust
 from kvsnap.kvstore.verify import Bad, VerifyReport
 
 NO_KEY = "it belongs to a tenant whose key is not at hand; its files were not checked"
@@ -25,17 +27,19 @@ def verify_remote(
     *,
     name: str | None = None,
     tenant: Tenant | None = None,
+    trust: Trust | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> VerifyReport:
     """One session, or all of them; a block that several share is read once. Sessions of other
-    tenants' keys are counted as unreachable, not as bad. Raises `NotFound`, `RemoteError`."""
+    tenants' keys are counted as unreachable, not as bad. With `trust`, what no trusted key signed is
+    bad. Raises `NotFound`, `RemoteError`."""
     report = VerifyReport()
     if name is None:
         pushed = list(manifests.every(remote))
     else:
         manifest, version = manifests.require(remote, tenant_id(tenant), name)
         pushed = [manifests.Pushed(manifest.key, version, manifest)]
-    checked: set[bytes] = set()
+    checked, opener = set[bytes](), Opener(trust)
     total, done = sum(len(one.manifest.items) for one in pushed if one.manifest), 0
     for one in pushed:
         report.checked += 1
@@ -43,7 +47,9 @@ def verify_remote(
             report.bad.append(Bad(one.key, one.key, one.problem))
             continue
         try:
-            for item, error in _session(remote, one.manifest, tenant, checked, report):
+            if trust is not None:
+                trust.check_manifest(one.manifest, remote.url)
+            for item, error in _session(remote, one.manifest, tenant, opener, checked, report):
                 report.checked += 1
                 if error is not None:
                     key = one.manifest.item_key(item)
@@ -62,6 +68,7 @@ def _session(
     remote: Remote,
     manifest: Manifest,
     tenant: Tenant | None,
+    opener: Opener,
     checked: set[bytes],
     report: VerifyReport,
 ) -> Iterator[tuple[Item, KvsnapError | None]]:
@@ -77,7 +84,7 @@ def _session(
             if item.kind == CALIBRATION:
                 register(fetch_calibration(remote, manifest, item))
             else:
-                fetch_block(remote, root, wanted[item.name], layout, item.content.hex())
+                fetch_block(remote, opener, root, wanted[item.name], layout, item.content.hex())
         except (NotFound, Damaged, Unsupported) as error:
             return error
         return None

@@ -12,9 +12,9 @@ from kvsnap.formats.container import Packed
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Array, Group, Layout, Plane
 from kvsnap.formats.names import TokenIds, chain_names
-from kvsnap.kvstore.blocks import Wanted
 from kvsnap.kvstore.match import chain, state_at_end
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 
 SIZE = 16
 SPAN = 20

@@ -267,7 +267,7 @@ def test_a_cut_while_a_setting_is_changed_leaves_the_old_settings_or_the_new_one
     tmp_path: Path,
 ) -> None:
     def change(path: Path) -> None:
-        change_settings(Place(path), "capacity", "1GB")
+        change_settings(Place(path), "capacity", lambda old: "1GB")
 
     found = set()
     for path, through in sweep(tmp_path, saved, change, kinds=ALL):

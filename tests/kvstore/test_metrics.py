@@ -19,7 +19,8 @@ from prometheus_client.exposition import generate_latest
 import kvsnap
 from kvsnap.formats.errors import NotAllStored, RemoteDown, Unsupported, UsageError
 from kvsnap.kvstore import break_even, events
-from kvsnap.kvstore.blocks import Blocks, Miss
+from kvsnap.kvstore.blocks import Blocks
+from kvsnap.kvstore.wanted import Miss
 from kvsnap.kvstore.break_even import Record, key_of, this_machine
 from kvsnap.kvstore.compare import COLLISION
 from kvsnap.kvstore.counting import SECONDS, Counter, Histogram

@@ -17,7 +17,7 @@ from numpy.random import PCG64, Generator
 
 from kvsnap.formats.names import block_name, chain_names
 from kvsnap.kvstore import database, sqlite
-from kvsnap.kvstore.blocks import Wanted
+from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.match import longest_prefix
 from kvsnap.kvstore.measure import synthetic
 from kvsnap.kvstore.measure.synthetic import BLOCK_SIZE, ROOT

@@ -11,7 +11,7 @@ import pytest
 from kvsnap.formats.block import STATE, pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, chain_names
-from kvsnap.kvstore.blocks import Miss, Wanted
+from kvsnap.kvstore.wanted import Miss, Wanted
 from kvsnap.kvstore.explain.dry_match import Found
 from kvsnap.kvstore.explain.gone import lost_next
 from kvsnap.kvstore.gc import gc

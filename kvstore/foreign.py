@@ -1,0 +1,47 @@
+"""A block's file from elsewhere, checked down to its rows before it counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.container import Packed
+from kvsnap.formats.errors import Damaged
+from kvsnap.formats.identity import Root
+from kvsnap.kvstore.compare import difference
+from kvsnap.kvstore.opener import Opener
+from kvsnap.kvstore.wanted import Wanted
+
+_DECODING = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""They come many at once; to decode more of them than there are cores is memory only."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A file that passed every check."""
+
+    codec: Codec
+    packed: Packed
+    signer: str
+
+
+def check_foreign(
+    opener: Opener, root: Root, wanted: Wanted, buffer: memoryview, content: str | None = None
+) -> Foreign:
+    """Check a file down to its decoded rows. `content`: the digest that they were said to have. Most
+    of it runs without the interpreter's lock.
+
+    Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for another
+    version or a codec that is not here.
+    """
+    block = opener.block(buffer)
+    found = difference(block.record, root, wanted)
+    if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
+        raise Damaged(found or "the file is another block's")
+    with _DECODING:
+        block.check_content()
+    if content not in (None, block.content):
+        raise Damaged("its rows are not those that were named")
+    return Foreign(block.codec, Packed((buffer,), len(buffer), block.file_digest), block.signer)
