@@ -128,6 +128,12 @@ _ENGINE = [
     ),
     click.option("--lora", metavar="F[:SCALE]", help="A LoRA adapter file and its scale."),
 ]
+sign_option = click.option(
+    "--sign",
+    is_flag=True,
+    help="Sign it with this machine's key, so that stores which trust that take it; what nobody"
+    " trusted signed is replaced there. A store that trusts somebody always signs.",
+)
 tenant_option = click.option(
     "--tenant-key-file",
     metavar="F",

@@ -35,7 +35,14 @@ class Moved:
 
 
 def push_session(
-    app: App, remote: Remote, session: str, tenant: Any, *, force: bool, dry_run: bool = False
+    app: App,
+    remote: Remote,
+    session: str,
+    tenant: Any,
+    *,
+    force: bool,
+    sign: bool,
+    dry_run: bool = False,
 ) -> Moved:
     """Raises what push does, but `PartlyDone`."""
     from kvsnap.formats.tenant import tenant_id
@@ -50,6 +57,7 @@ def push_session(
             session,
             force=force,
             dry_run=dry_run,
+            sign=sign,
             show=functools.partial(_show_plan, app.out, f"to {remote.url}"),
             progress=functools.partial(step, "push"),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvsnap.cli.inputs import read_tenant, tenant_option
+from kvsnap.cli.inputs import read_tenant, sign_option, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.remote import local_file
 from kvsnap.formats.errors import UsageError
@@ -22,9 +22,12 @@ Examples:
 @click.argument("session")
 @click.argument("out", metavar="OUT.kvsnap")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
+@sign_option
 @tenant_option
 @click.pass_obj
-def command(app: App, session: str, out: str, force: bool, tenant_key_file: Path | None) -> None:
+def command(
+    app: App, session: str, out: str, force: bool, sign: bool, tenant_key_file: Path | None
+) -> None:
     """Write SESSION and its blocks into the file OUT.kvsnap: a plain tar.
 
     Exit code 3 where blocks of the session were evicted here.
@@ -36,5 +39,5 @@ def command(app: App, session: str, out: str, force: bool, tenant_key_file: Path
     if not force and os.path.lexists(path):
         raise UsageError(f"{path} is there already", "choose another name, or --force")
     with Archive.create(path) as archive:
-        done = push_session(app, archive, session, tenant, force=force)
+        done = push_session(app, archive, session, tenant, force=force, sign=sign)
     tell(app.out, done, "export", "exported", "to")

@@ -1,8 +1,7 @@
-"""`kvsnap keygen`: a new tenant key."""
+"""`kvsnap keygen`: a new tenant key, or this machine's signing key."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
@@ -15,39 +14,54 @@ EXAMPLES = """\b
 Examples:
   kvsnap keygen ~/.config/kvsnap/team.key
   KVSNAP_TENANT_KEY_FILE=~/.config/kvsnap/team.key kvsnap save ...
+  kvsnap keygen --signing
 """
-MODE = 0o600
 
 
 @click.command("keygen", epilog=EXAMPLES)
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--signing",
+    is_flag=True,
+    help="Make a signing key instead. Default FILE: where kvsnap looks for it"
+    " (KVSNAP_SIGNING_KEY_FILE, or the user's configuration folder).",
+)
 @click.pass_obj
-def command(app: App, file: Path) -> None:
+def command(app: App, file: Path | None, signing: bool) -> None:
     """Write a new tenant key into FILE, which must not be there yet.
 
     Who has the key finds what was saved with it, and nobody else can tell whether a prompt is stored.
     There is no second copy: what was saved with a key that is lost cannot be found again.
     """
-    from kvsnap.formats.tenant import parse_key
+    from kvsnap.kvstore.signing_key import signing_key_path, write_key_file
 
-    text = secrets.token_hex(32)
+    if file is None and not signing:
+        raise UsageError("FILE is missing", "kvsnap keygen FILE, or kvsnap keygen --signing")
+    path = file or signing_key_path()
+    found, text, content = _signing_key() if signing else _tenant_key()
     try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+        write_key_file(path, content)
     except FileExistsError:
         raise UsageError(
-            f"{file} is there already",
+            f"{path} is there already",
             "choose another name: a key that is lost cannot be made again",
         ) from None
-    try:
-        with os.fdopen(handle, "w") as out:
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError:
-        file.unlink(missing_ok=True)
-        raise
-    tenant = parse_key(text.encode()).tenant_id
     if app.out.as_json:
-        app.out.json({"file": str(file), "tenant_id": tenant})
+        app.out.json({"file": str(path), **found})
     else:
-        app.out.text(f"wrote a new key to {file}; its tenant id is {tenant[:12]}…")
+        app.out.text(f"wrote a new key to {path}; {text}")
+
+
+def _tenant_key() -> tuple[dict[str, str], str, bytes]:
+    from kvsnap.formats.tenant import parse_key
+
+    content = f"{secrets.token_hex(32)}\n".encode()
+    tenant = parse_key(content).tenant_id
+    return {"tenant_id": tenant}, f"its tenant id is {tenant[:12]}…", content
+
+
+def _signing_key() -> tuple[dict[str, str], str, bytes]:
+    from kvsnap.formats.signature import new_signing_key
+
+    key = new_signing_key()
+    return {"public": key.public}, f"others trust it by: kvsnap trust add {key.public}", key.pem()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvsnap.cli.inputs import read_tenant, tenant_option
+from kvsnap.cli.inputs import read_tenant, sign_option, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.remote import REMOTE_HELP, remote_argument
 
@@ -14,6 +14,7 @@ EXAMPLES = f"""{REMOTE_HELP}
 \b
 Examples:
   kvsnap push support s3://team-kv/prod
+  kvsnap push system-prompt s3://team-kv/prod --sign
   KVSNAP_REMOTE=file:///mnt/kv kvsnap push support --dry-run
 """
 
@@ -22,6 +23,7 @@ Examples:
 @click.argument("session")
 @remote_argument
 @click.option("--force", is_flag=True, help="Also over a session of other or more tokens there.")
+@sign_option
 @click.option("--dry-run", is_flag=True, help="Show what would move; write nothing.")
 @tenant_option
 @click.pass_obj
@@ -30,6 +32,7 @@ def command(
     session: str,
     remote: str | None,
     force: bool,
+    sign: bool,
     dry_run: bool,
     tenant_key_file: Path | None,
 ) -> None:
@@ -44,5 +47,5 @@ def command(
     require_session(session, remote)
     tenant = read_tenant(tenant_key_file)
     with opened(remote) as there:
-        done = push_session(app, there, session, tenant, force=force, dry_run=dry_run)
+        done = push_session(app, there, session, tenant, force=force, sign=sign, dry_run=dry_run)
     tell(app.out, done, "push", "pushed", "to")
