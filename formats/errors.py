@@ -4,7 +4,9 @@ KvsnapError                 it did not work                                     
 ├── UsageError              the request makes no sense as it stands                   exit 2
 │   └── BadTokenIds         token ids that are not integers in 0..2^32-1
 ├── Damaged                 bytes are not what they claim to be (on the read path: a miss)
+│   └── Untrusted           no trusted key signed them, where a trust list asks for that
 ├── Unsupported             something kvsnap knows by name and does not handle
+│   └── Sealed              a sealed file whose tenant's key is not at hand
 ├── NotFound                no such session, block or model
 ├── StoreError              the store's folder does not do what was asked
 │   ├── StoreFull           no space left
@@ -55,8 +57,16 @@ class Damaged(KvsnapError):
     """Bytes are not what they claim to be. On the read path this is a miss with `what` as reason."""
 
 
+class Untrusted(Damaged):
+    """No trusted key signed it, and the store has a trust list."""
+
+
 class Unsupported(KvsnapError):
     """A version, layout or engine feature that kvsnap knows by name and does not handle."""
+
+
+class Sealed(Unsupported):
+    """A sealed file whose tenant's key is not at hand."""
 
 
 class NotFound(KvsnapError):

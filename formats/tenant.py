@@ -1,7 +1,7 @@
 """The tenant's key: who may share. It is mixed into the root, so it decides every name.
 
-One secret of 32 bytes; the keys for naming and for the tenant's id are derived from it by context
-string (BLAKE3's derive_key), so that none of them gives away another.
+One secret of 32 bytes; the keys for naming, for sealing and for session names, and the tenant's id, are
+derived from it by context string (BLAKE3's derive_key), so that none of them gives away another.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ class Tenant:
     @property
     def naming_key(self) -> bytes:
         return _derive("kvsnap naming key", self.key)
+
+    @property
+    def sealing_key(self) -> bytes:
+        """What the keys of sealed files are derived from."""
+        return _derive("kvsnap sealing key", self.key)
+
+    @property
+    def session_key(self) -> bytes:
+        """Keys the file names of sealed sessions."""
+        return _derive("kvsnap session names", self.key)
 
     @property
     def tenant_id(self) -> str:

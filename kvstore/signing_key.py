@@ -48,6 +48,7 @@ def require_signing_key() -> SigningKey:
         return found
     path, key = signing_key_path(), new_signing_key()
     try:
+        path.parent.mkdir(mode=files.DIR_MODE, parents=True, exist_ok=True)
         write_key_file(path, key.pem())
     except FileExistsError:  # another process was faster
         found = find_signing_key()
@@ -65,7 +66,6 @@ def require_signing_key() -> SigningKey:
 def write_key_file(path: Path, content: bytes) -> None:
     """A new file, whole or not at all, for its owner's eyes from its first moment on. Raises
     FileExistsError: a key that is lost cannot be made again."""
-    path.parent.mkdir(mode=files.DIR_MODE, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()

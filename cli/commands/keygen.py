@@ -33,11 +33,14 @@ def command(app: App, file: Path | None, signing: bool) -> None:
     Who has the key finds what was saved with it, and nobody else can tell whether a prompt is stored.
     There is no second copy: what was saved with a key that is lost cannot be found again.
     """
+    from kvsnap.kvstore.files import DIR_MODE
     from kvsnap.kvstore.signing_key import signing_key_path, write_key_file
 
     if file is None and not signing:
         raise UsageError("FILE is missing", "kvsnap keygen FILE, or kvsnap keygen --signing")
     path = file or signing_key_path()
+    if file is None:
+        path.parent.mkdir(mode=DIR_MODE, parents=True, exist_ok=True)
     found, text, content = _signing_key() if signing else _tenant_key()
     try:
         write_key_file(path, content)
