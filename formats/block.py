@@ -68,6 +68,10 @@ class BlockRecord:
         return self.extras == STATE
 
     @property
+    def kind(self) -> str:
+        return STATE_KIND if self.is_state else KIND
+
+    @property
     def stop(self) -> int:
         """The position after its last token."""
         return self.start + len(self.token_ids)
@@ -87,7 +91,7 @@ class BlockRecord:
         return {
             "extras": self.extras.hex(),
             "fidelity": self.fidelity,
-            "kind": STATE_KIND if self.is_state else KIND,
+            "kind": self.kind,
             "name": self.name.hex(),
             "parent": self.parent.hex(),
             "root_id": self.root_id,
@@ -106,6 +110,8 @@ class BlockFile:
     signature: Signature | None = None
     """Of whom it says that they signed it; `signed` tells whether that is so."""
     file_digest: str = ""
+    sealed: bool = False
+    """Whether it stood in a sealed file, whose digest `file_digest` is then."""
 
     @property
     def signer(self) -> str:

@@ -22,7 +22,8 @@ from blake3 import blake3
 
 from kvsnap.formats.errors import Damaged, UsageError
 from kvsnap.formats.layout import Layout, layout_from_json, layout_to_json
-from kvsnap.formats.tenant import Tenant
+from kvsnap.formats.tenant import NO_TENANT_ID, Tenant
+from kvsnap.formats.tenant import tenant_id as id_of
 
 IDENTITY_VERSION = 1
 EXACT = "exact"
@@ -127,6 +128,7 @@ class Root:
     root_id: str
     identity: str
     """The canonical identity, as files carry it."""
+    tenant_id: str = NO_TENANT_ID
 
     @functools.cached_property
     def fidelity(self) -> str:
@@ -145,7 +147,8 @@ def root_of(identity: Identity | str, tenant: Tenant | None = None) -> Root:
     except UnicodeEncodeError as error:
         raise Damaged("the identity is not in its canonical form") from error
     key = blake3(data, key=tenant.naming_key).digest() if tenant else blake3(data).digest()
-    return Root(key, blake3(key, derive_key_context="kvsnap root id").hexdigest(), canonical)
+    root_id = blake3(key, derive_key_context="kvsnap root id").hexdigest()
+    return Root(key, root_id, canonical, id_of(tenant))
 
 
 def root_behind(identity: str, root_id: str, tenant: Tenant | None) -> Root | None:

@@ -35,7 +35,8 @@ MAX_ITEMS = 2**17
 """8 million tokens in blocks of 64. Bounds what a hostile manifest makes its reader allocate."""
 MAX_TOKENS = 2**24
 MAX_MANIFEST = MAX_ITEMS * 128 + 2**20
-_NO_CONTENT = bytes(32)
+NO_CONTENT = bytes(32)
+"""Of a file that is no block, or whose digest of rows must not be known to those without a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Item:
     position: int
     size: int
     file: bytes
-    content: bytes = _NO_CONTENT
+    content: bytes = NO_CONTENT
 
 
 @dataclass(frozen=True, kw_only=True)

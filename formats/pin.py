@@ -18,8 +18,8 @@ SESSION, BLOCK = "session", "block"
 
 @dataclass(frozen=True)
 class PinRecord:
-    """`name` is a session's name, or a block's as hex (`tenant_id` is empty then). `until` is in
-    unix seconds; 0 is for ever."""
+    """`name` is that of a session's file without its suffix, or a block's as hex (`tenant_id` is empty
+    then). `until` is in unix seconds; 0 is for ever."""
 
     what: str
     tenant_id: str

@@ -65,6 +65,8 @@ class Clear:
     """How many token ids a block or state checkpoint has; else 0."""
     last: bytes = b""
     """Of a session: the deepest block or state checkpoint that it stands on; empty for none."""
+    signer: str = ""
+    """Whose signature the file inside has, 64 hex digits; empty for none. An index asks for it."""
 
     def __post_init__(self) -> None:
         width = 32 if self.kind in (BLOCK, STATE) else 0
@@ -74,6 +76,8 @@ class Clear:
             raise Damaged(f"a sealed {self.kind} has other names than it should")
         if len(self.root_id) not in (0, 64) or len(self.last) not in (0, 32):
             raise Damaged(f"a sealed {self.kind} with a root id or last block that can be none")
+        if len(self.signer) not in (0, 64):
+            raise Damaged(f"a sealed {self.kind} with a signer that can be none")
         if self.tokens > 2**16 or (self.tokens and not width):
             raise Damaged(f"a sealed {self.kind} of {self.tokens} token ids")
 
@@ -194,6 +198,7 @@ def clear_of(container: Container) -> Clear:
         start=number_field(container, "start"),
         tokens=number_field(container, "tokens"),
         last=hex_field(container, "last"),
+        signer=hex_field(container, "signer").hex(),
     )
 
 
@@ -229,6 +234,7 @@ def _metadata(clear: Clear, salt: bytes) -> dict[str, str]:
         "parent": clear.parent.hex(),
         "root_id": clear.root_id,
         "salt": salt.hex(),
+        "signer": clear.signer,
         "start": str(clear.start),
         "tenant_id": clear.tenant_id,
         "tokens": str(clear.tokens),

@@ -100,6 +100,8 @@ class SessionFile:
     tensors: Mapping[str, Tensor]
     signature: Signature | None = None
     """Of whom it says that they signed it; `signed` tells whether that is so."""
+    sealed: bool = False
+    """Whether it stood in a sealed file; `file_digest` is that of the file inside."""
 
     @property
     def signed(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvsnap.formats.block import BlockFile, BlockRecord, pack_block
 from kvsnap.formats.codecs import Codec
@@ -16,12 +17,13 @@ from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Ranges, Rows
 from kvsnap.formats.rowset import Targets
+from kvsnap.formats.sealed import seal
 from kvsnap.kvstore import events, files
 from kvsnap.kvstore.compare import COLLISION, difference
 from kvsnap.kvstore.foreign import Foreign
 from kvsnap.kvstore.holds import Lease
 from kvsnap.kvstore.index import FAILED, Index, Row
-from kvsnap.kvstore.opener import Opener
+from kvsnap.kvstore.opener import Opener, clear_of_block
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.space import Space
@@ -46,10 +48,12 @@ class Blocks:
         space: Space,
         ram: Ram | None = None,
         opener: Opener | None = None,
+        *,
+        encrypt: bool = False,
     ) -> None:
         self.place, self.index, self.space, self.ram = place, index, space, ram
         self.opener = opener or Opener()
-        self.trust = self.opener.trust
+        self.trust, self.encrypt = self.opener.trust, encrypt
         self.misses: dict[bytes, str] = {}
         """Verdicts of this process: a block that failed once is not looked for again until it is
         stored again. Without it a read-only store would offer the same damaged block for ever."""
@@ -75,6 +79,8 @@ class Blocks:
         if self.trust is not None and not self.trust.lists(row.signer):
             self.set_aside(name, UNSIGNED)
             return False
+        if self.encrypt and not row.sealed:
+            return False  # it is written once more, sealed
         size, changed = files.size_and_change(self.place.block(name))
         if size == row.bytes:
             return self._believed(row, changed)
@@ -123,16 +129,25 @@ class Blocks:
         packed = pack_block(wanted.record(root), codec, layout, rows, key)
         events.block_encoded(rows, packed.size)
         signer = key.public if key is not None else ""
-        return self._publish(root, wanted, Foreign(codec, packed, signer), lease, anew=anew)
+        file = self._sealed(root, wanted, Foreign(codec, packed, signer))
+        return self._publish(root, wanted, file, lease, anew=anew)
+
+    def _sealed(self, root: Root, wanted: Wanted, file: Foreign) -> Foreign:
+        """As this store keeps it. Raises `UsageError` where it is to be sealed and there is no key."""
+        if not self.encrypt or file.sealed:
+            return file
+        record, tenant = wanted.record(root), self.opener.keys.require(root.tenant_id)
+        packed = seal(file.packed, clear_of_block(record, root.tenant_id, file.signer), tenant)
+        return replace(file, packed=packed, sealed=True)
 
     def adopt(
         self, root: Root, wanted: Wanted, foreign: Foreign, lease: Lease | None = None
     ) -> int:
-        """Store a file that came from elsewhere, its bytes as they are; returns bytes written. Its
-        parent is stored."""
+        """Store a file that came from elsewhere, its bytes as they are (in an encrypted store sealed);
+        returns bytes written. Its parent is stored."""
         if self.has(wanted.name):
             return 0
-        return self._publish(root, wanted, foreign, lease)
+        return self._publish(root, wanted, self._sealed(root, wanted, foreign), lease)
 
     def _publish(
         self,
@@ -152,8 +167,7 @@ class Blocks:
             with self.index.transaction() as db:
                 there = not anew and self._already_there(root, wanted)
                 if not there:
-                    record = wanted.record(root)
-                    self.index.insert(db, record, packed.size, file.codec.id, file.signer)
+                    self.index.insert(db, file.entry(wanted.record(root)))
                 if lease is not None:
                     lease.move(db, wanted.name, deeper=True)
                 if not there:
@@ -271,6 +285,8 @@ class Blocks:
             return False
         if self.trust is not None and not self.trust.lists(row.signer):
             return False
+        if self.encrypt and not row.sealed:
+            return False
         known = changed in (row.synced, self._seen.get(wanted.name))
         if known and wanted.name not in self.misses:
             return True
@@ -294,7 +310,7 @@ class Blocks:
 
     def _largest(self, layout: Layout, tokens: int | Ranges) -> int:
         """No file of such rows is longer: codecs never store more than the rows."""
-        return MAX_HEADER + layout.size(tokens) + 4 * self.place.block_size
+        return 2 * MAX_HEADER + layout.size(tokens) + 4 * self.place.block_size
 
     @staticmethod
     def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:

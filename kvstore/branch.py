@@ -51,6 +51,7 @@ def branch_session(
         )
     if notes is None:
         notes = record.notes if count == len(record.token_ids) else {}
+    store.keys.add(tenant)
     root = root_of(record.identity, tenant)
     if root.root_id != record.root_id:
         raise UsageError(f"session {record.name!r} belongs to another tenant", "give its tenant")

@@ -6,11 +6,13 @@ import os
 import threading
 from dataclasses import dataclass
 
+from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.identity import Root
 from kvsnap.kvstore.compare import difference
+from kvsnap.kvstore.index import Entry, entry_of
 from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.wanted import Wanted
 
@@ -25,6 +27,11 @@ class Foreign:
     codec: Codec
     packed: Packed
     signer: str
+    sealed: bool = False
+
+    def entry(self, record: BlockRecord) -> Entry:
+        """As the index takes it up."""
+        return entry_of(record, self.packed.size, self.codec.id, self.signer, self.sealed)
 
 
 def check_foreign(
@@ -44,4 +51,5 @@ def check_foreign(
         block.check_content()
     if content not in (None, block.content):
         raise Damaged("its rows are not those that were named")
-    return Foreign(block.codec, Packed((buffer,), len(buffer), block.file_digest), block.signer)
+    packed = Packed((buffer,), len(buffer), block.file_digest)
+    return Foreign(block.codec, packed, block.signer, block.sealed)

@@ -15,6 +15,7 @@ from kvsnap.formats.errors import StoreError, StoreFull
 from kvsnap.kvstore import files
 from kvsnap.kvstore.eviction import Plan
 from kvsnap.kvstore.rebuild import MISSING, Found, adopt, block_names, read_ours
+from kvsnap.kvstore.session_list import SEALED_SESSION
 from kvsnap.kvstore.store import Store
 
 
@@ -140,7 +141,7 @@ def _sessions_cut(store: Store, plan: Plan) -> tuple[str, ...]:
     if not going:
         return ()
     return tuple(
-        str(facts.name)
+        facts.name or SEALED_SESSION
         for path, _, facts in store.listing.refresh()
         if store.listing.last_stored(path, facts) in going
     )

@@ -44,10 +44,53 @@ class Row:
     """A state checkpoint, no block."""
     signer: str = ""
     """Who signed the file, as it says."""
+    sealed: bool = False
+    """Then `tokens` is empty."""
+    length: int = 0
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A file as the index takes it up."""
+
+    name: bytes
+    parent: bytes
+    root_id: str
+    identity: str
+    start: int
+    tokens: bytes
+    length: int
+    state: bool
+    size: int
+    codec: str
+    signer: str = ""
+    sealed: bool = False
+
+
+def entry_of(
+    record: BlockRecord, size: int, codec: str, signer: str = "", sealed: bool = False
+) -> Entry:
+    """Of a sealed file neither token ids nor the identity: who reads the index has no key."""
+    return Entry(
+        record.name,
+        record.parent,
+        record.root_id,
+        "" if sealed else record.identity,
+        record.start,
+        b"" if sealed else big_endian(record.token_ids),
+        len(record.token_ids),
+        record.is_state,
+        size,
+        SEALED if sealed else codec,
+        signer,
+        sealed,
+    )
+
+
+SEALED = "sealed"
+"""What the index has for the codec of a sealed file."""
 FAILED = -1
-_ROW = "name, start, tokens, bytes, synced, reachable, lost, state, signer"
+_ROW = "name, start, tokens, bytes, synced, reachable, lost, state, signer, sealed, length"
 
 
 def big_endian(token_ids: TokenIds) -> bytes:
@@ -81,7 +124,7 @@ class Index(Database):
             return []
         where = (
             f"SELECT {_ROW} FROM blocks"
-            " WHERE root = ? AND parent IS ? AND reachable = 1 AND state = 0"
+            " WHERE root = ? AND parent IS ? AND reachable = 1 AND state = 0 AND sealed = 0"
         )
         after = f"{where} AND tokens >= ? ORDER BY tokens LIMIT 1"
         before = f"{where} AND tokens < ? ORDER BY tokens DESC LIMIT 1"
@@ -95,7 +138,7 @@ class Index(Database):
         """
         found: list[Row] = []
         where = (
-            f"SELECT {_ROW} FROM blocks WHERE state = 1 AND reachable = 1"
+            f"SELECT {_ROW} FROM blocks WHERE state = 1 AND reachable = 1 AND sealed = 0"
             " AND tokens = SUBSTR(?, 4 * start + 1, LENGTH(tokens))"
             " AND root = (SELECT id FROM roots WHERE root_id = ?) AND parent "
         )
@@ -110,21 +153,36 @@ class Index(Database):
             found += self._rows(f"{where} IS NULL {order}", [asked, root_id])
         return found
 
-    def insert(
-        self, db: sqlite3.Connection, record: BlockRecord, size: int, codec: str, signer: str
-    ) -> None:
+    def sealed_states(self, root_id: str, parents: Sequence[bytes]) -> list[tuple[bytes, int, int]]:
+        """(parent, start, length) of reachable sealed state checkpoints that stand on these blocks
+        (`ZERO_PARENT`: on none), each once, the deepest first: at most one a length, whatever number
+        of them stands there."""
+        select = (
+            "SELECT DISTINCT s.start, s.length FROM blocks s WHERE s.state = 1"
+            " AND s.reachable = 1 AND s.sealed = 1"
+            " AND s.root = (SELECT id FROM roots WHERE root_id = ?) AND s.parent "
+        )
+        found = list[tuple[bytes, int, int]]()
+        for parent in parents:
+            where, values = "IS NULL", list[object]([root_id])
+            if parent != ZERO_PARENT:
+                where, values = "= (SELECT id FROM blocks WHERE name = ?)", [root_id, parent]
+            found += [(parent, *row) for row in self.query(select + where, values)]
+        return sorted(found, key=lambda one: one[1] + one[2], reverse=True)
+
+    def insert(self, db: sqlite3.Connection, entry: Entry) -> None:
         """Add or renew a block's row inside a transaction; its parent must be there.
 
         Storing a lost block again makes what follows it reachable.
         """
-        root = root_number(db, record.root_id, record.identity)
-        db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, codec))
+        root = root_number(db, entry.root_id, entry.identity)
+        db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, entry.codec))
         parent = None
         reachable = True
-        if record.parent != ZERO_PARENT:
+        if entry.parent != ZERO_PARENT:
             found = db.execute(
                 "SELECT id, reachable FROM blocks WHERE name = ? AND lost IS NULL",
-                (record.parent,),
+                (entry.parent,),
             ).fetchone()
             if found is None:
                 raise Vanished(
@@ -133,31 +191,35 @@ class Index(Database):
                 )
             parent, reachable = found[0], bool(found[1])
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, signer, used,"
-            " synced, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(name) DO UPDATE SET"
+            "INSERT INTO blocks(name, parent, root, start, tokens, length, sealed, state, bytes, codec,"
+            " signer, used, synced, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+            " ON CONFLICT(name) DO UPDATE SET"
             " parent = excluded.parent, root = excluded.root, start = excluded.start,"
-            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes,"
+            " tokens = excluded.tokens, length = excluded.length, sealed = excluded.sealed,"
+            " state = excluded.state, bytes = excluded.bytes,"
             " codec = excluded.codec, signer = excluded.signer,"
             " used = MAX(used, excluded.used), synced = excluded.synced,"
             " reachable = excluded.reachable, lost = NULL",
             (
-                record.name,
+                entry.name,
                 parent,
                 root,
-                record.start,
-                big_endian(record.token_ids),
-                int(record.is_state),
-                size,
-                codec,
-                signer,
+                entry.start,
+                entry.tokens,
+                entry.length,
+                int(entry.sealed),
+                int(entry.state),
+                entry.size,
+                entry.codec,
+                entry.signer,
                 counter(db, "clock"),
                 0,
                 int(reachable),
             ),
         )
-        settle_chain_bytes(db, record.name)
+        settle_chain_bytes(db, entry.name)
         if reachable:
-            set_reachable_below(db, record.name, True)
+            set_reachable_below(db, entry.name, True)
 
     def lose(self, db: sqlite3.Connection, name: bytes, reason: str) -> int:
         """Inside a transaction: the block's file is gone. Returns how many follow it, unreachable.
@@ -248,13 +310,26 @@ def settle_chain_bytes(db: sqlite3.Connection, name: bytes) -> None:
 
 
 def _row(found: tuple) -> Row:
-    name, start, tokens, size, synced, reachable, lost, state, signer = found
+    name, start, tokens, size, synced, reachable, lost, state, signer, sealed, length = found
     if [type(value) for value in found[:5]] != [bytes, int, bytes, int, int]:
         raise Damaged("a row of the index has values of other types")
     impossible = lost is not None and (reachable or not isinstance(lost, str))
+    impossible = impossible or type(length) is not int
     if len(name) != 32 or len(tokens) % 4 or impossible:
         raise Damaged("a row of the index has impossible values")
-    return Row(name, start, tokens, size, synced, bool(reachable), lost, bool(state), str(signer))
+    return Row(
+        name,
+        start,
+        tokens,
+        size,
+        synced,
+        bool(reachable),
+        lost,
+        bool(state),
+        str(signer),
+        bool(sealed),
+        length,
+    )
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

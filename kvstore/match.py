@@ -22,7 +22,7 @@ from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, common_prefi
 from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.blocks import Blocks
 from kvsnap.kvstore.gallop import gallop
-from kvsnap.kvstore.index import Row, big_endian
+from kvsnap.kvstore.index import Index, Row, big_endian
 from kvsnap.kvstore.wanted import Wanted
 
 _PARENTS_AT_ONCE = 200
@@ -120,18 +120,46 @@ def deepest_state(
     parents = [ZERO_PARENT, *names[:depth]]
     while parents:
         some, parents = parents[-_PARENTS_AT_ONCE:], parents[:-_PARENTS_AT_ONCE]
-        for row in blocks.index.states(root.root_id, some, token_ids[:limit]):
-            count = row.start // block_size
-            start = count * block_size  # a file that says another place is read, and found out
-            stop = start + len(row.tokens) // 4
-            ids = token_ids[start:stop]
-            if row.name in blocks.misses or big_endian(ids) != row.tokens:
-                continue
-            parent = names[count - 1] if count else ZERO_PARENT
-            state = Wanted(row.name, parent, start, ids, STATE)
-            found = chain(names, token_ids, block_size, count)
-            return Match(stop, tuple(found), state, beyond=depth * block_size)
+        states = _plain_states(blocks, root, names, token_ids[:limit], block_size, some)
+        states += sealed_states(blocks.index, root, token_ids[:limit], some)
+        for state in sorted(states, key=lambda state: state.stop, reverse=True):
+            if state.name not in blocks.misses:
+                found = chain(names, token_ids, block_size, state.start // block_size)
+                return Match(state.stop, tuple(found), state, beyond=depth * block_size)
     return Match(0, (), beyond=depth * block_size)
+
+
+def _plain_states(
+    blocks: Blocks,
+    root: Root,
+    names: list[bytes],
+    token_ids: TokenIds,
+    block_size: int,
+    parents: Sequence[bytes],
+) -> list[Wanted]:
+    found = []
+    for row in blocks.index.states(root.root_id, parents, token_ids):
+        count = row.start // block_size
+        start = count * block_size  # a file that says another place is read, and found out
+        ids = token_ids[start : start + len(row.tokens) // 4]
+        if big_endian(ids) == row.tokens:
+            parent = names[count - 1] if count else ZERO_PARENT
+            found.append(Wanted(row.name, parent, start, ids, STATE))
+    return found
+
+
+def sealed_states(
+    index: Index, root: Root, token_ids: TokenIds, parents: Sequence[bytes]
+) -> list[Wanted]:
+    """Sealed checkpoints that stand on one of the blocks and whose tokens the prompt goes on with
+    there. The index does not have their ids: their names are computed, one for each length."""
+    found = []
+    for parent, start, length in index.sealed_states(root.root_id, parents):
+        ids = token_ids[start : start + length]
+        name = block_name(root.key, parent, ids, STATE)
+        if len(ids) == length and index.is_reachable(name):
+            found.append(Wanted(name, parent, start, ids, STATE))
+    return found
 
 
 def _depth(blocks: Blocks, names: list[bytes], whole: int) -> int:

@@ -16,8 +16,9 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.holds import end_pin, pin_key, set_pin
 from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.place import Place
-from kvsnap.kvstore.session_file import read_session
+from kvsnap.kvstore.session_file import stands_on
 from kvsnap.kvstore.sessions import Sessions
 from kvsnap.kvstore.space import Space
 
@@ -31,7 +32,8 @@ class Pins:
     def pin_session(self, tenant_id: str, name: str, seconds: float | None = None) -> None:
         """Keep the stored blocks of a session, also those of its later saves. Raises `NotFound`."""
         path = self.sessions.require(tenant_id, name)
-        record = PinRecord(SESSION, tenant_id, name, _until(seconds))
+        stem = path.name.removesuffix(SUFFIX)  # a sealed session's name stands nowhere in the clear
+        record = PinRecord(SESSION, tenant_id, stem, _until(seconds))
         self._write(self.place.pin(path), record)
 
     def pin_block(self, name: bytes, seconds: float | None = None) -> None:
@@ -62,14 +64,15 @@ class Pins:
     def _write(self, path: Path, record: PinRecord) -> None:
         with self.space.holds.lease() as lease:
             # Room for the pin's own file must not be made by letting go of what it is for.
-            block = _deepest(self.place, path, record, self.index.is_reachable)
+            keys = self.sessions.keys
+            block = _deepest(self.place, path, record, self.index.is_reachable, keys)
             if block is not None and not lease.keep(block) and record.what == BLOCK:
                 raise _not_stored(block)
             with self.space.write(pack_pin(record)) as room:
                 files.make_dir(path.parent)
                 files.sync_all([room.path])
                 with self.index.transaction() as db:
-                    block = _deepest(self.place, path, record, self.index.is_reachable)
+                    block = _deepest(self.place, path, record, self.index.is_reachable, keys)
                     set_pin(db, pin_key(path), record.until, block)
                     room.publish(db, path)
         files.sync_all([path.parent, path.parent.parent, self.place.root])
@@ -102,7 +105,8 @@ class Pins:
                 with contextlib.suppress(KvsnapError, OSError):
                     record = read_pin(paths[key])
                     if not record.until or record.until >= time.time():
-                        block = _deepest(self.place, paths[key], record, self.index.is_reachable)
+                        found, keys = self.index.is_reachable, self.sessions.keys
+                        block = _deepest(self.place, paths[key], record, found, keys)
                         set_pin(db, key, record.until, block)
 
     def _rows(self) -> set[str]:
@@ -120,7 +124,7 @@ def fill_pins(place: Place, db: sqlite3.Connection) -> None:
     for path in pin_paths(place):
         with contextlib.suppress(KvsnapError, OSError):
             record = read_pin(path)
-            block = _deepest(place, path, record, reachable)
+            block = _deepest(place, path, record, reachable, Keyring())
             set_pin(db, pin_key(path), record.until, block)
 
 
@@ -130,13 +134,17 @@ def pin_paths(place: Place) -> list[Path]:
 
 
 def _deepest(
-    place: Place, path: Path, record: PinRecord, reachable: Callable[[bytes], bool]
+    place: Place,
+    path: Path,
+    record: PinRecord,
+    reachable: Callable[[bytes], bool],
+    keys: Keyring,
 ) -> bytes | None:
     """The deepest stored block, or state checkpoint, that a pin keeps."""
     if record.what == BLOCK:
         return bytes.fromhex(record.name)
     try:
-        path_down = read_session(place.sessions / pin_key(path)).record.path
+        path_down = stands_on(place.sessions / pin_key(path), keys)
     except (KvsnapError, OSError):
         return None
     depth = gallop(lambda number: reachable(path_down[number]), len(path_down))

@@ -20,7 +20,7 @@ from kvsnap.kvstore import files
 from kvsnap.kvstore.locks import one_at_a_time
 
 SETTINGS = "kvsnap.json"
-TRUST = "trust"
+TRUST, ENCRYPT = "trust", "encrypt"
 _DAMAGED = "{} is damaged; the defaults are used, also for its capacity"
 DEFAULT_BLOCK_SIZE = 64
 """See docs/design/0003-block-size.md for the measurement."""
@@ -127,6 +127,7 @@ class Settings:
     min_free: str | int | None = None
     trust: Mapping[str, str] = field(default_factory=dict)
     """Public key → name of whom it is."""
+    encrypt: bool = False
     problem: str = ""
 
 
@@ -162,19 +163,23 @@ def read_settings(place: Place) -> Settings:
         return _damaged(place, text)
     trust = settings.get(TRUST, {})
     names = list(trust.values()) if isinstance(trust, dict) else [None]
-    if not all(isinstance(name, str) for name in names) or not all(map(is_public_key, trust)):
+    encrypt = settings.get(ENCRYPT, False)
+    sound = all(isinstance(name, str) for name in names) and all(map(is_public_key, trust))
+    if not sound or type(encrypt) is not bool:
         return _damaged(place, text)
     capacity, min_free = settings.get("capacity"), settings.get("min_free")
-    return Settings(block_size, created, capacity, min_free, trust)
+    return Settings(block_size, created, capacity, min_free, trust, encrypt)
 
 
 def _damaged(place: Place, text: bytes) -> Settings:
-    """The defaults; but a store with a trust list must not become one without, by damage."""
-    if TRUST.encode() in text:
-        raise StoreError(
-            f"{place.settings} is damaged, and holds a trust list",
-            "mend it by hand, or remove it and name whom you trust again: kvsnap trust add",
-        )
+    """The defaults; but a store that asks for signatures, or is encrypted, must not become one that
+    does not by damage."""
+    for key, what in ((TRUST, "holds a trust list"), (ENCRYPT, "says whether it is encrypted")):
+        if f'"{key}"'.encode() in text:
+            raise StoreError(
+                f"{place.settings} is damaged, and {what}",
+                "mend it by hand: it is a small JSON file",
+            )
     return Settings(problem=_DAMAGED.format(place.settings))
 
 

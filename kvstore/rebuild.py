@@ -9,19 +9,23 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvsnap.formats.block import STATE as STATE_EXTRAS
 from kvsnap.formats.block import BlockRecord, block_record
 from kvsnap.formats.container import Container, Tensor, header_size, parse_header
 from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Vanished
 from kvsnap.formats.fields import digest_field
-from kvsnap.formats.names import ZERO_PARENT
+from kvsnap.formats.manifest import BLOCK, STATE
+from kvsnap.formats.names import ZERO_PARENT, token_array
+from kvsnap.formats.sealed import KIND as SEALED_KIND
+from kvsnap.formats.sealed import clear_of
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.formats.signature import signature_of
 from kvsnap.kvstore import files
-from kvsnap.kvstore.index import Index, big_endian, root_number, settle_chain_bytes
+from kvsnap.kvstore.index import Entry, Index, entry_of, root_number, settle_chain_bytes
 from kvsnap.kvstore.place import Place
 from kvsnap.kvstore.sqlite import statements
 
@@ -41,8 +45,21 @@ class Found:
     mtime_ns: int
     file: bytes
     content: bytes
-    """Its two digests, as it states them."""
+    """Its two digests, as it states them; of a sealed file the second is not known."""
     signer: str
+    length: int
+    """Tokens."""
+    sealed: bool = False
+    """Then the record has neither token ids nor an identity."""
+
+    @property
+    def stop(self) -> int:
+        return self.record.start + self.length
+
+    @property
+    def entry(self) -> Entry:
+        entry = entry_of(self.record, self.size, self.codec, self.signer, self.sealed)
+        return replace(entry, length=self.length)
 
 
 def block_paths(place: Place) -> Iterator[Path]:
@@ -62,6 +79,8 @@ def read_record(path: Path) -> Found:
         start = header_size(front[:8])
         front = _as_far_as(handle, front, min(start, status.st_size))
         container, size = _described(parse_header(front[8:start]), start, status.st_size)
+        if container.metadata.get("kind") == SEALED_KIND:
+            return _sealed(container, status)
         front = _as_far_as(handle, front, start + size)
         ids = Tensor("U32", (size // 4,), front[start : start + size])
     finally:
@@ -75,7 +94,27 @@ def read_record(path: Path) -> Found:
         digest_field(container, "file"),
         digest_field(container, "content"),
         signature.signer if signature is not None else "",
+        size // 4,
     )
+
+
+def _sealed(container: Container, status: os.stat_result) -> Found:
+    """What can be told of a sealed file without its key."""
+    clear = clear_of(container)
+    if clear.kind not in (BLOCK, STATE):
+        raise Damaged(f"a sealed {clear.kind} where a block belongs")
+    record = BlockRecord(
+        clear.name,
+        clear.parent,
+        clear.root_id,
+        clear.start,
+        token_array([]),
+        "",
+        STATE_EXTRAS if clear.kind == STATE else b"",
+    )
+    digest = digest_field(container, "file")
+    size, changed = status.st_size, status.st_mtime_ns
+    return Found(record, "", size, changed, digest, b"", clear.signer, clear.tokens, sealed=True)
 
 
 def _as_far_as(handle: int, front: bytes, end: int) -> bytes:
@@ -94,11 +133,13 @@ def _described(header: dict[str, Any], start: int, file_size: int) -> tuple[Cont
         raise Damaged("the header's metadata is not a table of strings")
     try:
         end = max(entry["data_offsets"][1] for entry in header.values())
-        first = header["token_ids"]
+        sealed = metadata.get("kind") == SEALED_KIND
+        first = header["sealed" if sealed else "token_ids"]
         begin, size = first["data_offsets"]
     except (LookupError, TypeError, ValueError) as error:
         raise Damaged("the header does not describe a block") from error
-    if type(size) is not int or size < 0 or size % 4 or first.get("shape") != [size // 4]:
+    item = 1 if sealed else 4
+    if type(size) is not int or size < 0 or size % item or first.get("shape") != [size // item]:
         raise Damaged("the header does not describe token ids")
     if start + end != file_size or begin != 0:
         raise Damaged("the file's length is not what its header says")
@@ -127,22 +168,23 @@ def fill_from_files(
             roots[family] = root_number(db, *family)
         used = min(item.mtime_ns, now) // 1000  # the request counter goes on from there
         clock = max(clock, used)
-        ids = big_endian(record.token_ids)
-        state = int(record.is_state)
+        entry = item.entry
         row = (
             record.name,
             roots[family],
             record.start,
-            ids,
-            state,
+            entry.tokens,
+            entry.length,
+            int(entry.sealed),
+            int(entry.state),
             item.size,
-            item.codec,
+            entry.codec,
             item.signer,
             used,
         )
         added = db.execute(
-            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, state, bytes, codec, signer,"
-            " used, reachable) VALUES (?,?,?,?,?,?,?,?,?,0)",
+            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, length, sealed, state, bytes,"
+            " codec, signer, used, reachable) VALUES (?,?,?,?,?,?,?,?,?,?,?,0)",
             row,
         )
         # A folder that changes while it is listed may name a file twice.
@@ -164,8 +206,9 @@ CREATE TEMP TABLE tree(block INTEGER PRIMARY KEY, parent INTEGER, bytes INTEGER)
 CREATE TEMP TABLE walked(block INTEGER PRIMARY KEY, total INTEGER, reachable INTEGER)
 """
 _LINK = f"""
-INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable, lost)
-  SELECT p.parent, b.root, p.start, x'', 0, '', b.used, 0, '{MISSING}'
+INSERT OR IGNORE INTO blocks(name, root, start, tokens, length, bytes, codec, used, reachable,
+    lost)
+  SELECT p.parent, b.root, p.start, x'', 0, 0, '', b.used, 0, '{MISSING}'
   FROM parents p JOIN blocks b ON b.id = p.block
   WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE name = p.parent);
 INSERT INTO tree SELECT p.block, above.id, p.bytes
@@ -229,34 +272,37 @@ def block_names(place: Place, first_byte: int) -> set[bytes]:
 def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -> None:
     """Give a file that has none a row, inside a transaction; one whose parent is missing waits,
     unreachable, as after a rebuild."""
-    record = found.record
+    record, entry = found.record, found.entry
     try:
-        index.insert(db, record, found.size, found.codec, found.signer)
+        index.insert(db, entry)
     except Vanished:
         root = root_number(db, record.root_id, record.identity)
-        db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, found.codec))
+        db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, entry.codec))
         before = max(0, record.start - block_size)
         db.execute(
-            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, bytes, codec, used, reachable,"
-            " lost) VALUES (?, ?, ?, x'', 0, '', 0, 0, ?)",
+            "INSERT OR IGNORE INTO blocks(name, root, start, tokens, length, bytes, codec, used,"
+            " reachable, lost) VALUES (?, ?, ?, x'', 0, 0, '', 0, 0, ?)",
             (record.parent, root, before, MISSING),
         )
         db.execute(
-            "INSERT INTO blocks(name, parent, root, start, tokens, state, bytes, codec, signer, used,"
-            " reachable)"
-            " VALUES (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, ?, ?, 0, 0)"
+            "INSERT INTO blocks(name, parent, root, start, tokens, length, sealed, state, bytes, codec,"
+            " signer, used, reachable) VALUES"
+            " (?, (SELECT id FROM blocks WHERE name = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)"
             " ON CONFLICT(name) DO UPDATE SET parent = excluded.parent, root = excluded.root,"
-            " tokens = excluded.tokens, state = excluded.state, bytes = excluded.bytes,"
+            " tokens = excluded.tokens, length = excluded.length, sealed = excluded.sealed,"
+            " state = excluded.state, bytes = excluded.bytes,"
             " codec = excluded.codec, signer = excluded.signer, lost = NULL",
             (
                 record.name,
                 record.parent,
                 root,
                 record.start,
-                big_endian(record.token_ids),
-                int(record.is_state),
+                entry.tokens,
+                entry.length,
+                int(entry.sealed),
+                int(entry.state),
                 found.size,
-                found.codec,
+                entry.codec,
                 found.signer,
             ),
         )

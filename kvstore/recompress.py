@@ -64,6 +64,7 @@ def _recompress(
     tenant: Tenant | None,
     progress: Callable[[int, int], None],
 ) -> RecompressReport:
+    store.keys.add(tenant)
     session = store.sessions.load(tenant_id(tenant), name)
     record = session.record
     weights = str(parse_identity(record.identity).get("weights"))

@@ -4,6 +4,7 @@ work, not the code's, so that no path through the code can forget them.
 blocks     one row a block, and one a state checkpoint (`state` is 1). `used`: the request counter when it was last the deepest block of a
            request; `hits`: how often it was (both pass to the parent when the block goes).
            `children`, `holds`: rows that stand on it. `chain_bytes`: of it and all before it.
+           `length`: how many tokens; of a sealed file `tokens` is empty, and its root's identity.
            `signer`: who signed the file, as its header says; whoever reads it finds out.
            `reachable` is 1 where the block and all before it are there; `lost` holds the reason
            where a block's file was set aside or found missing while its row is still needed.
@@ -30,6 +31,8 @@ CREATE TABLE blocks(
   root INTEGER NOT NULL REFERENCES roots(id),
   start INTEGER NOT NULL,
   tokens BLOB NOT NULL,
+  length INTEGER NOT NULL,
+  sealed INTEGER NOT NULL DEFAULT 0,
   state INTEGER NOT NULL DEFAULT 0,
   bytes INTEGER NOT NULL,
   codec TEXT NOT NULL,
@@ -65,7 +68,7 @@ CREATE TABLE weights(
 RULES = """
 CREATE INDEX children ON blocks(parent, root, tokens);
 CREATE INDEX leaves ON blocks(used, id) WHERE children = 0 AND holds = 0;
-CREATE INDEX states ON blocks(parent, root) WHERE state = 1;
+CREATE INDEX states ON blocks(parent, root, length) WHERE state = 1;
 CREATE INDEX lost ON blocks(id) WHERE lost IS NOT NULL;
 CREATE INDEX unreachable ON blocks(start) WHERE reachable = 0 AND lost IS NULL;
 CREATE INDEX held ON holds(block);

@@ -77,6 +77,7 @@ class Session:
             check_session_name(name)
         self.store, self.engine, self.name = store, engine, name
         self.tenant, self.tenant_id = tenant, tenant_id(tenant)
+        store.keys.add(tenant)
         self.layout = engine.layout
         if not self.layout.in_blocks.can_cut:
             raise Unsupported("engines whose rows are whole pages are not handled yet")

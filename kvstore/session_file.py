@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvsnap.formats.container import check_file_digest
-from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
-from kvsnap.formats.session import SessionFile, parse_session
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Sealed
+from kvsnap.formats.sealed import Clear, is_sealed, parse_sealed
+from kvsnap.formats.session import KIND, SessionFile, SessionRecord, parse_session
 from kvsnap.kvstore import files
+from kvsnap.kvstore.keyring import Keyring
 
 
-def read_session(path: Path, *, strict: bool = False) -> SessionFile:
+def read_session(path: Path, keys: Keyring, *, strict: bool = False) -> SessionFile:
     """Read and check a session file. Unless `strict`, damage to the tail's rows alone passes:
-    `tail_rows` will find it, and the conversation itself is whole."""
+    `tail_rows` will find it, and the conversation itself is whole. (Of a sealed file all or nothing
+    can be read.) Raises `Sealed` where its tenant's key is not at hand."""
     buffer = files.read_whole(path)
+    if is_sealed(buffer):
+        return open_session(buffer, keys)
     try:
         check_file_digest(buffer)
     except Damaged:
@@ -28,6 +34,33 @@ def read_session(path: Path, *, strict: bool = False) -> SessionFile:
             raise
         return session
     return parse_session(buffer)
+
+
+def open_session(buffer: memoryview, keys: Keyring) -> SessionFile:
+    """A sealed session file. Raises as `read_session`."""
+    check_file_digest(buffer)
+    sealed = parse_sealed(buffer)
+    if sealed.clear.kind != KIND:
+        raise Damaged(f"a sealed {sealed.clear.kind} where a session belongs")
+    session = parse_session(sealed.open(keys.get(sealed.clear.tenant_id)))
+    if clear_of_session(session.record) != sealed.clear:
+        raise Damaged("the sealed file holds another session than it says")
+    return replace(session, sealed=True)
+
+
+def clear_of_session(record: SessionRecord) -> Clear:
+    """What stands in the clear around a session's file."""
+    last = record.path[-1] if record.path else b""
+    return Clear(KIND, record.tenant_id, root_id=record.root_id, last=last)
+
+
+def stands_on(path: Path, keys: Keyring) -> tuple[bytes, ...]:
+    """The stored files that a session stands on, in order; of one that cannot be opened the last."""
+    try:
+        return read_session(path, keys).record.path
+    except Sealed:
+        last = parse_sealed(files.read_whole(path)).clear.last
+        return (last,) if last else ()
 
 
 def no_session(name: str) -> NotFound:

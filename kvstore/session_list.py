@@ -13,17 +13,21 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvsnap.formats.errors import KvsnapError, StoreError
+from kvsnap.formats.errors import KvsnapError, Sealed, StoreError
 from kvsnap.formats.session import SessionRecord
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore.holds import pin_key
 from kvsnap.kvstore.index import Index
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.place import Place
-from kvsnap.kvstore.session_file import read_session
+from kvsnap.kvstore.session_file import clear_of_session, read_session, stands_on
 from kvsnap.kvstore.weights import stamp_of
+
+SEALED_SESSION = "(sealed)"
+"""What is shown for the name of a session whose key is not at hand."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Facts:
     model: str = ""
     kind: str = ""
     problem: str = ""
+    sealed: bool = False
+    """Then no more than `last` is known without the tenant's key."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +74,31 @@ def facts_of(record: SessionRecord) -> Facts:
     )
 
 
-def count_session(db: sqlite3.Connection, path: Path, size: int, record: SessionRecord) -> None:
+def _noted(record: SessionRecord, *, sealed: bool) -> Facts:
+    """What the index may have of it: who reads that has no key."""
+    if not sealed:
+        return facts_of(record)
+    return Facts(last=clear_of_session(record).last.hex(), sealed=True)
+
+
+def count_session(
+    db: sqlite3.Connection, path: Path, size: int, record: SessionRecord, *, sealed: bool
+) -> None:
     """Inside the transaction that publishes a session file: its bytes count from now on. Its stamp
     is known only afterwards (a rename changes it); until then the file is read when it is listed.
     """
-    _write(db, path, "", size, int(time.time()), facts_of(record))
+    _write(db, path, "", size, int(time.time()), _noted(record, sealed=sealed))
 
 
-def note_session(index: Index, path: Path, inode: int, record: SessionRecord) -> None:
+def note_session(
+    index: Index, path: Path, inode: int, record: SessionRecord, *, sealed: bool
+) -> None:
     """After a session file was published. Where another one stands there by now, that one's
     writer notes it; where nothing can be written, the next listing does."""
     with contextlib.suppress(OSError, StoreError), index.transaction() as db:
         status = path.stat()
         if status.st_ino == inode:
-            _note(db, path, status, facts_of(record))
+            _note(db, path, status, _noted(record, sealed=sealed))
 
 
 def forget_session(db: sqlite3.Connection, path: Path) -> None:
@@ -97,8 +114,8 @@ def fill_sessions(place: Place, db: sqlite3.Connection) -> None:
 class SessionList:
     """The sessions of one store."""
 
-    def __init__(self, place: Place, index: Index) -> None:
-        self.place, self.index = place, index
+    def __init__(self, place: Place, index: Index, keys: Keyring) -> None:
+        self.place, self.index, self.keys = place, index, keys
 
     def __iter__(self) -> Iterator[Listed]:
         """All sessions of all tenants, damaged ones with their problem."""
@@ -136,7 +153,16 @@ class SessionList:
                 for gone in rows:
                     if not (self.place.sessions / gone).exists():
                         db.execute("DELETE FROM sessions WHERE path = ?", (gone,))
-        return found
+        return [(path, status, self._opened(path, facts)) for path, status, facts in found]
+
+    def _opened(self, path: Path, facts: Facts) -> Facts:
+        """Of a sealed session all facts, where the key is at hand."""
+        if not facts.sealed or self.keys.get(path.parent.name) is None:
+            return facts
+        try:
+            return replace(facts_of(read_session(path, self.keys).record), sealed=True)
+        except (KvsnapError, OSError) as error:
+            return replace(facts, problem=str(error))
 
     def last_stored(self, path: Path, facts: Facts) -> str:
         """The deepest block of a session's chain that is there, hex; empty for none."""
@@ -148,7 +174,7 @@ class SessionList:
         if not facts.last or self.index.is_reachable(bytes.fromhex(facts.last)):
             return facts.blocks, facts.last
         try:
-            chain = read_session(path).record.chain
+            chain = read_session(path, self.keys).record.chain
         except (KvsnapError, OSError):
             return 0, ""
         depth = self.index.depth(chain)
@@ -172,7 +198,10 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _read(path: Path) -> Facts:
     try:
-        return facts_of(read_session(path).record)
+        session = read_session(path, Keyring())
+        return facts_of(session.record)
+    except Sealed:
+        return Facts(last="".join(name.hex() for name in stands_on(path, Keyring())), sealed=True)
     except KvsnapError as error:
         return Facts(problem=error.what)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,18 @@ from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError, StoreFull
 from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.sealed import seal, sealed_name
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
-from kvsnap.formats.session_name import session_file_name
+from kvsnap.formats.session_name import SUFFIX, session_file_name
 from kvsnap.kvstore import files
 from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.locks import one_at_a_time
+from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.place import Place
-from kvsnap.kvstore.session_file import no_session, read_session
+from kvsnap.kvstore.session_file import clear_of_session, no_session, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
 from kvsnap.kvstore.space import Room, Space
-from kvsnap.kvstore.trust import Trust
 
 _SAVE_AGAIN = "save its prompt again: blocks that are stored are reused"
 
@@ -38,25 +40,48 @@ class Draft:
 
     record: SessionRecord
     packed: Packed
+    """The plain file."""
     room: Room
+    size: int
+    """Of the file as it is stored."""
 
 
 class Sessions:
     """The sessions of one store. A save replaces only the revision that it started from."""
 
     def __init__(
-        self, place: Place, index: Index, space: Space, trust: Trust | None = None
+        self,
+        place: Place,
+        index: Index,
+        space: Space,
+        opener: Opener | None = None,
+        *,
+        encrypt: bool = False,
     ) -> None:
-        self.place, self.index, self.space, self.trust = place, index, space, trust
+        self.place, self.index, self.space, self.encrypt = place, index, space, encrypt
+        opener = opener or Opener()
+        self.trust, self.keys = opener.trust, opener.keys
 
     def path(self, tenant_id: str, name: str) -> Path:
-        return self.place.sessions / tenant_id / session_file_name(name)
+        """Where a session of that name stands, or would."""
+        paths = self._paths(tenant_id, name)
+        return next((path for path in paths if files.stands(path)), paths[0])
+
+    def _paths(self, tenant_id: str, name: str) -> list[Path]:
+        """Where it can stand, first where this store writes it. A sealed session's name cannot be
+        told from its file's."""
+        folder = self.place.sessions / tenant_id
+        plain, tenant = folder / session_file_name(name), self.keys.get(tenant_id)
+        if tenant is None:
+            return [plain]
+        sealed = folder / f"{sealed_name(tenant, name)}{SUFFIX}"
+        return [sealed, plain] if self.encrypt else [plain, sealed]
 
     def load(self, tenant_id: str, name: str) -> SessionFile:
         """Read and check one session. Raises `NotFound`, or `Damaged` with the file left alone."""
         path = self.path(tenant_id, name)
         try:
-            found = read_session(path)
+            found = read_session(path, self.keys)
         except (FileNotFoundError, NotADirectoryError):
             raise no_session(name) from None
         except OSError as error:
@@ -97,8 +122,11 @@ class Sessions:
     @contextlib.contextmanager
     def draft_of(self, record: SessionRecord, packed: Packed) -> Iterator[Draft]:
         """The same of a file that is packed already, its bytes as they are."""
-        with self.space.write(packed) as room:
-            yield Draft(record, packed, room)
+        stored = packed
+        if self.encrypt:
+            stored = seal(packed, clear_of_session(record), self.keys.require(record.tenant_id))
+        with self.space.write(stored) as room:
+            yield Draft(record, packed, room, stored.size)
 
     def publish(self, draft: Draft, started_from: Version) -> SessionFile | None:
         """Let a draft, synced first, replace what its save started from; `sync` makes that durable.
@@ -108,7 +136,7 @@ class Sessions:
         be removed and saved anew, or an older file put back. A damaged one goes to quarantine.
         """
         record, room = draft.record, draft.room
-        path = self.path(record.tenant_id, record.name)
+        path, *others = self._paths(record.tenant_id, record.name)
         files.make_dir(path.parent)
         files.sync_all([room.path])
         with files.store_errors(room.path):
@@ -121,14 +149,27 @@ class Sessions:
                     return None
                 if started_from == (0, "") and files.stands(path):
                     self.place.set_aside(path, "a session file that could not be read")
+                for other in filter(files.stands, others):
+                    self._move_pin(db, other, path)
+                    forget_session(db, other)
+                    other.unlink()
                 follow_pin(db, pin_key(path), record.path)
-                count_session(db, path, draft.packed.size, record)
+                count_session(db, path, draft.size, record, sealed=self.encrypt)
                 room.publish(db, path)
         except StoreError:
             if not room.published:
                 raise  # else the file stands, and the next listing finds what the index missed
-        note_session(self.index, path, inode, record)
+        note_session(self.index, path, inode, record, sealed=self.encrypt)
         return parse_session(memoryview(b"".join(draft.packed.buffers)))
+
+    def _move_pin(self, db: sqlite3.Connection, old: Path, new: Path) -> None:
+        """A session's file gets another name when its store becomes an encrypted one."""
+        with contextlib.suppress(FileNotFoundError):
+            self.place.pin(old).rename(self.place.pin(new))
+        db.execute(
+            "UPDATE holds SET owner = ? WHERE kind = 'pin' AND owner = ?",
+            (pin_key(new), pin_key(old)),
+        )
 
     def store_beside(
         self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows

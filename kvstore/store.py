@@ -23,11 +23,12 @@ from kvsnap.kvstore.budget import budget, parse_size
 from kvsnap.kvstore.calibrations import Calibrations
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import FAILED, Index
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.locks import Owner
 from kvsnap.kvstore.mounts import refuse_network_file_system
 from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.pins import Pins, fill_pins
-from kvsnap.kvstore.place import Place, default_path, read_settings
+from kvsnap.kvstore.place import ENCRYPT, Place, change_settings, default_path, read_settings
 from kvsnap.kvstore.ram import Ram
 from kvsnap.kvstore.rebuild import fill_from_files
 from kvsnap.kvstore.session_list import SessionList, fill_sessions
@@ -52,7 +53,8 @@ class Store:
     process that resumes again and again. `remote` (a URL, or one that is open) is asked for what is
     missing here; with `write_behind` what is saved goes there, too, in the background: `flush` and
     `close` wait for that, and raise what went wrong. `trust`: public keys besides those of the
-    store's own list; with any, only what they (or this machine) signed is used. Raises `StoreError` where the folder cannot be one and
+    store's own list; with any, only what they (or this machine) signed is used. `encrypt` makes the
+    store an encrypted one, for good: what is written from then on is sealed by its tenant's key. Raises `StoreError` where the folder cannot be one and
     `Unsupported` for another format version.
     """
 
@@ -66,6 +68,7 @@ class Store:
         remote: str | Remote | None = None,
         write_behind: bool = False,
         trust: Iterable[str] = (),
+        encrypt: bool = False,
     ) -> None:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
@@ -76,6 +79,12 @@ class Store:
         self.problem = settings.problem
         self.trust = trust_of(settings.trust, trust)
         """Whom the store believes; None where it asks for no signatures."""
+        self.keys = Keyring()
+        """Tenants' keys, of whoever uses the store through this object."""
+        self.encrypt = encrypt or settings.encrypt
+        """Whether what is written is sealed by its tenant's key."""
+        if self.encrypt and not settings.encrypt:
+            change_settings(place, ENCRYPT, lambda old: True)
         if os.environ.get("KVSNAP_COMPILED") == "1":
             compiled.allow()
         self.progress: Callable[[int, int], None] = lambda done, total: None
@@ -91,11 +100,12 @@ class Store:
         self.space = Space(self.place, self.index, self.holds, self.budget)
         tier = Ram(parse_size(ram)) if ram not in (None, 0) else None
         self.calibrations = Calibrations(self.place, self.index, self.space)
-        self.opener = Opener(self.trust, self.calibrations.prepare)
-        self.blocks = Blocks(self.place, self.index, self.space, tier, self.opener)
-        self.sessions = Sessions(self.place, self.index, self.space, self.trust)
+        self.opener = Opener(self.trust, self.calibrations.prepare, self.keys)
+        own = (self.place, self.index, self.space)
+        self.blocks = Blocks(*own, tier, self.opener, encrypt=self.encrypt)
+        self.sessions = Sessions(*own, self.opener, encrypt=self.encrypt)
         self.pins = Pins(self.place, self.index, self.sessions, self.space)
-        self.listing = SessionList(self.place, self.index)
+        self.listing = SessionList(self.place, self.index, self.keys)
         self.file_digest = FileDigests(self.index)
         self.through: Through | None = None
         """Where what is missing here is looked for."""
@@ -146,6 +156,7 @@ class Store:
     def find_session(self, name: str, tenant: Tenant | None) -> SessionFile:
         """A session of this store, or of its remote, from where it is pulled. Raises `NotFound`, or
         `Damaged` with the file left alone."""
+        self.keys.add(tenant)
         try:
             return self.sessions.load(tenant_id(tenant), name)
         except NotFound:

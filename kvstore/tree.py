@@ -13,6 +13,7 @@ from kvsnap.formats.identity import parse_identity
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.inspect import find_block
 from kvsnap.kvstore.runs import NONE, Runs
+from kvsnap.kvstore.session_list import SEALED_SESSION
 from kvsnap.kvstore.store import Store
 
 LIMIT = 100
@@ -175,7 +176,7 @@ class _Facts:
         ends = defaultdict(list)
         for *_, facts in store.listing.refresh():
             if facts.last:
-                ends[bytes.fromhex(facts.last)].append(str(facts.name))
+                ends[bytes.fromhex(facts.last)].append(facts.name or SEALED_SESSION)
         for row, name in self._in_chunks("SELECT id, name FROM blocks WHERE name IN", list(ends)):
             self.sessions[runs.of_block(row)] += ends[name]
 

@@ -89,7 +89,7 @@ def _sign_sessions(store: Store, trust: Trust) -> int:
         if facts.problem:
             continue
         with contextlib.suppress(Damaged, NotFound, OSError):  # verify tells of them
-            session = read_session(path)
+            session = read_session(path, store.opener.keys)
             done += sign_session(store, session, trust) is not session
     return done
 

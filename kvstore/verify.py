@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsnap.formats.block import BlockRecord
-from kvsnap.formats.errors import Damaged, KvsnapError
+from kvsnap.formats.errors import Damaged, KvsnapError, Sealed
 from kvsnap.formats.identity import parse_identity, root_behind
 from kvsnap.formats.names import block_name, chain_names
+from kvsnap.formats.sealed import is_sealed, parse_sealed
 from kvsnap.formats.session import SessionFile, SessionRecord
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.formats.tenant import Tenant
@@ -43,12 +44,14 @@ class Bad:
 class VerifyReport:
     """`unreachable`: intact blocks that nothing can use until the one before them is back.
     `evicted`: blocks of the session that was asked for which are not in the store (any more);
-    resuming it computes and stores them again."""
+    resuming it computes and stores them again. `sealed`: files of tenants whose key was not given;
+    of these the digest was checked, and what stands in the clear."""
 
     checked: int = 0
     bad: list[Bad] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
+    sealed: int = 0
 
 
 def verify_store(
@@ -58,6 +61,7 @@ def verify_store(
 ) -> VerifyReport:
     """Every file where blocks and sessions stand, and every row of the index."""
     report = VerifyReport()
+    store.keys.add(tenant)
     if store.problem:
         report.bad.append(Bad(store.place.settings.name, str(store.place.settings), store.problem))
     paths = [path for path in block_paths(store.place) if _BLOCK.fullmatch(path.name)]
@@ -101,6 +105,7 @@ def verify_session(
 ) -> VerifyReport:
     """One session and the blocks of its chain. Raises `NotFound`."""
     report = VerifyReport()
+    store.keys.add(tenant)
     path = store.sessions.require(tenant_id, name)
     session = _session_file(store, path, tenant, report)
     for block in session.record.path if session else ():
@@ -125,6 +130,8 @@ def _finding(path: Path, report: VerifyReport) -> Iterator[None]:
     report.checked += 1
     try:
         yield
+    except Sealed:
+        report.sealed += 1
     except FileNotFoundError:
         report.checked -= 1  # evicted, removed or replaced meanwhile; rows are looked at as well
     except KvsnapError as error:
@@ -137,6 +144,8 @@ def _finding(path: Path, report: VerifyReport) -> Iterator[None]:
 def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyReport) -> None:
     with _finding(path, report):
         buffer = files.read_whole(path)
+        if is_sealed(buffer) and store.place.block(parse_sealed(buffer).clear.name) != path:
+            raise Damaged("the sealed file is another block's")
         block = store.opener.block(buffer)
         store.calibrations.prepare(block.codec)
         block.check_content()
@@ -158,8 +167,9 @@ def _compare_row(store: Store, record: BlockRecord, size: int) -> None:
         return  # of a process that died before its row: the next writer deletes it, or gc adds it
     if files.file_size(store.place.block(record.name)) != size:
         return  # stored again, in another form, while it was read here
-    told = (row.state, row.start, row.tokens, row.bytes)
-    if told != (record.is_state, record.start, big_endian(record.token_ids), size):
+    ids = b"" if row.sealed else big_endian(record.token_ids)
+    told = (row.state, row.start, row.tokens, row.length, row.bytes)
+    if told != (record.is_state, record.start, ids, len(record.token_ids), size):
         raise Damaged("the index differs from the file: delete index.sqlite3*, it is built anew")
 
 
@@ -167,7 +177,7 @@ def _session_file(
     store: Store, path: Path, tenant: Tenant | None, report: VerifyReport
 ) -> SessionFile | None:
     with _finding(path, report):
-        session = read_session(path, strict=True)
+        session = read_session(path, store.opener.keys, strict=True)
         store.sessions.tail_rows(session)
         session.check_talk()
         record = session.record

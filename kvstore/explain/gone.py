@@ -125,4 +125,4 @@ def _candidates(session: Session, found: Found, depth: int) -> Iterator[SessionR
     ]
     for _, _, path in sorted(listed)[:READ_AT_MOST]:
         with contextlib.suppress(KvsnapError, OSError):
-            yield read_session(path).record
+            yield read_session(path, store.opener.keys).record

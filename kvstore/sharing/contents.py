@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.codecs.base import CalibratedCodec
 from kvsnap.formats.errors import KvsnapError, Vanished
-from kvsnap.formats.identity import EXACT
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, SESSION, STATE, Item, Manifest
+from kvsnap.formats.identity import EXACT, root_behind
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, NO_CONTENT, SESSION, STATE, Item, Manifest
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore import files
+from kvsnap.kvstore.match import sealed_states
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.store import Store
 
@@ -80,17 +81,21 @@ def _item(store: Store, kind: str, name: bytes) -> Item:
             f"block {name.hex()[:12]} cannot be read any more",
             "resume and save the session again: the block is computed anew",
         ) from error
-    return Item(kind, name, found.record.stop, found.size, found.file, found.content)
+    return Item(kind, name, found.stop, found.size, found.file, found.content or NO_CONTENT)
 
 
 def states_of(store: Store, session: SessionFile, chain: Sequence[bytes]) -> list[bytes]:
     """Names of the checkpoints that stand on these blocks and that the session's tokens pass."""
     record = session.record
     parents = [ZERO_PARENT, *chain]
+    root = root_behind(record.identity, record.root_id, store.keys.get(record.tenant_id))
     names: list[bytes] = []
     for first in range(0, len(parents), _PARENTS_AT_ONCE):
         some = parents[first : first + _PARENTS_AT_ONCE]
         names += [row.name for row in store.index.states(record.root_id, some, record.token_ids)]
+        if root is not None:
+            sealed = sealed_states(store.index, root, record.token_ids, some)
+            names += [state.name for state in sealed]
     return names
 
 

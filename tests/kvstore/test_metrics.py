@@ -20,7 +20,6 @@ import kvsnap
 from kvsnap.formats.errors import NotAllStored, RemoteDown, Unsupported, UsageError
 from kvsnap.kvstore import break_even, events
 from kvsnap.kvstore.blocks import Blocks
-from kvsnap.kvstore.wanted import Miss
 from kvsnap.kvstore.break_even import Record, key_of, this_machine
 from kvsnap.kvstore.compare import COLLISION
 from kvsnap.kvstore.counting import SECONDS, Counter, Histogram
@@ -30,6 +29,7 @@ from kvsnap.kvstore.remotes.folder import Folder
 from kvsnap.kvstore.remotes.wrapped import Wrapped
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Miss
 from kvsnap.testing.faults import failing, flip
 from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn

@@ -17,13 +17,13 @@ from numpy.random import PCG64, Generator
 
 from kvsnap.formats.names import block_name, chain_names
 from kvsnap.kvstore import database, sqlite
-from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.match import longest_prefix
 from kvsnap.kvstore.measure import synthetic
 from kvsnap.kvstore.measure.synthetic import BLOCK_SIZE, ROOT
 from kvsnap.kvstore.stats import stats
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
+from kvsnap.kvstore.wanted import Wanted
 from kvsnap.testing.calls import watching
 
 SMALL, LARGE = 200, 2000

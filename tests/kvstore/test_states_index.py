@@ -11,7 +11,6 @@ import pytest
 from kvsnap.formats.block import STATE, pack_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, chain_names
-from kvsnap.kvstore.wanted import Miss, Wanted
 from kvsnap.kvstore.explain.dry_match import Found
 from kvsnap.kvstore.explain.gone import lost_next
 from kvsnap.kvstore.gc import gc
@@ -19,6 +18,7 @@ from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.match import Match, deepest_state, longest_prefix
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.verify import verify_store
+from kvsnap.kvstore.wanted import Miss, Wanted
 from kvsnap.testing.by_hand import (
     LAYOUT,
     ROOT,

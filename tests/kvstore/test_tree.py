@@ -212,8 +212,8 @@ def _insert(store: Store, chain: int, side_branches: bool) -> None:
     turn(store, StampedEngine(), some_ids(16, seed=99))
     tokens = big_endian(some_ids(16))
     insert = (
-        "INSERT INTO blocks(id, name, parent, root, start, tokens, bytes, codec, used, reachable)"
-        " VALUES (?, ?, ?, 1, ?, ?, 1, 'raw', ?, 1)"
+        "INSERT INTO blocks(id, name, parent, root, start, tokens, length, bytes, codec, used,"
+        " reachable) VALUES (?, ?, ?, 1, ?, ?, 16, 1, 'raw', ?, 1)"
     )
     with store.index.transaction() as db:
         for n in range(chain):

@@ -22,6 +22,7 @@ from kvsnap.formats.names import chain_names
 from kvsnap.kvstore.eviction import _IndexTree
 from kvsnap.kvstore.forest import Forest
 from kvsnap.kvstore.holds import Lease
+from kvsnap.kvstore.index import entry_of
 from kvsnap.kvstore.policy import leaf_lru
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.simulation.policies import POLICIES
@@ -111,7 +112,7 @@ class Three:
             ids = np.array([number], np.uint32)
             record = BlockRecord(self._name(number), before, "r", 0, ids, "i")
             with self.index.transaction() as db:
-                self.index.insert(db, record, 1, "raw")
+                self.index.insert(db, entry_of(record, 1, "raw"))
             self.forest.add(number, parent, self.now)
             self.naive.parents[number] = parent
             self.naive.use(number, self.now)

@@ -13,9 +13,9 @@ from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.identity import Root, root_of
 from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, chain_names
-from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.match import chain
 from kvsnap.kvstore.ram import Ram
+from kvsnap.kvstore.wanted import Wanted
 from kvsnap.testing.stamped import StampedEngine
 
 SIZE = 2

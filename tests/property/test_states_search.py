@@ -16,9 +16,9 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Group, Layout, Plane
 from kvsnap.formats.names import ZERO_PARENT, block_name, chain_names, token_array
-from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.match import chain, deepest_state
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Wanted
 from kvsnap.testing.recount import assert_counts
 
 SIZE = 4
