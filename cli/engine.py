@@ -53,9 +53,11 @@ class Loaded:
         tenant: Any,
         *,
         read_through: bool = False,
+        saves: bool = False,
     ) -> None:
         from kvsnap.formats.codecs import get_codec
         from kvsnap.formats.interchange.ggml import ggml_type_named
+        from kvsnap.formats.tenant import tenant_id
         from kvsnap.kvstore.session import Session
 
         try:
@@ -68,6 +70,8 @@ class Loaded:
             raise UsageError(error.what, error.hint) from error
         started = time.perf_counter()
         self.store = app.store(read_through=read_through)
+        if saves:
+            self.store.check_tenant(tenant_id(tenant))
         self.engine, self._close = load(options, tokens)
         with bar(app.out, "hashing the model", "bytes") as update:
             self.store.file_digest.progress = update

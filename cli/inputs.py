@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvsnap.cli.main import App
 from kvsnap.formats.errors import NotFound, UsageError
 
 MAX_INPUT = 256_000_000
@@ -128,6 +129,11 @@ _ENGINE = [
     ),
     click.option("--lora", metavar="F[:SCALE]", help="A LoRA adapter file and its scale."),
 ]
+encrypt_option = click.option(
+    "--encrypt",
+    is_flag=True,
+    help="Seal what goes there by the tenant's key; an encrypted store always does.",
+)
 sign_option = click.option(
     "--sign",
     is_flag=True,
@@ -138,7 +144,6 @@ tenant_option = click.option(
     "--tenant-key-file",
     metavar="F",
     type=click.Path(path_type=Path),
-    envvar="KVSNAP_TENANT_KEY_FILE",
     help="The tenant's 32-byte key: who may share. Default: one tenant, no key.",
 )
 _STORE = [
@@ -189,11 +194,14 @@ def read_source(
 
 
 def read_tenant(path: Path | None) -> Any:
-    if path is None:
-        return None
-    from kvsnap.formats.tenant import parse_key
+    """The key in the file given by `tenant_option`, or in the environment; None where there is none."""
+    from kvsnap.kvstore.tenant_key import find_tenant
 
-    return parse_key(_bytes(path))
+    tenant = find_tenant(path)
+    context = click.get_current_context(silent=True)
+    if context is not None and tenant is not None:
+        context.ensure_object(App).tenant = tenant  # the store opens sealed files with it
+    return tenant
 
 
 def _json(path: Path) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from kvsnap.cli import interrupt
-from kvsnap.cli.foreign import printable, without_secrets
+from kvsnap.cli.foreign import MAX_LINE, printable, without_secrets
 from kvsnap.cli.output import Output
-from kvsnap.formats.errors import KvsnapError, StoreFull, UsageError
+from kvsnap.formats.errors import Damaged, KvsnapError, StoreFull, UsageError
 
 COMMANDS = {
     "bench": "Measure this machine.",
@@ -26,7 +26,7 @@ COMMANDS = {
     "export": "Write a session and its blocks into one file.",
     "gc": "Evict the least recently used blocks, and clean up.",
     "import": "Take a session from a file that export wrote.",
-    "keygen": "Make a new tenant key.",
+    "keygen": "Make a new tenant key, or a signing key.",
     "ls": "List the sessions, here or in a remote.",
     "pin": "Keep a session or block from eviction.",
     "pull": "Take a session from a remote; only what is missing moves.",
@@ -38,6 +38,7 @@ COMMANDS = {
     "show": "Show one session or block in full.",
     "simulate": "Replay a workload or trace through the store's own eviction policy.",
     "stats": "Sizes, sharing, hits.",
+    "trust": "Use only what trusted machines computed and signed.",
     "unpin": "Let go of what was pinned.",
     "verify": "Check the files of the store, of one session, or of a remote.",
 }
@@ -45,8 +46,9 @@ COMMANDS = {
 `import`, which Python could not import by name)."""
 
 INTERRUPTED = 130
-MAX_LINE = 2000
-"""Characters of an error: a file or a server may say more than a person reads."""
+_DAMAGED = "kvsnap verify lists what is damaged; saving the prompt again replaces it"
+_HELP = "kvsnap --help says more"
+"""Hints of errors that come without one: every error has two lines."""
 
 
 class LazyGroup(click.Group):
@@ -123,6 +125,10 @@ class App:
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
+        self.tenant: Any = None
+        """Whose key was given."""
+        self.encrypt = False
+        """Whether the store is to become an encrypted one."""
 
     @property
     def out(self) -> Output:
@@ -150,7 +156,9 @@ class App:
             capacity=self.settings.get("capacity"),
             min_free=min_free,
             remote=remote,
+            encrypt=self.encrypt,
         )
+        store.keys.add(self.tenant)
         if store.problem:
             self.out.warn(store.problem)
         store.progress = when_it_starts(self.out, "building the index anew", "files")
@@ -214,8 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _report(error: KvsnapError) -> int:
     """`what` may quote what a remote says, and what stood on the command line."""
     click.echo(f"error: {printable(without_secrets(error.what), MAX_LINE)}", err=True)
-    if error.hint:
-        click.echo(f"  {printable(error.hint, MAX_LINE)}", err=True)
+    hint = error.hint or (_DAMAGED if isinstance(error, Damaged) else _HELP)
+    click.echo(f"  {printable(hint, MAX_LINE)}", err=True)
     return error.exit_code
 
 

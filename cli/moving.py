@@ -42,6 +42,7 @@ def push_session(
     *,
     force: bool,
     sign: bool,
+    encrypt: bool,
     dry_run: bool = False,
 ) -> Moved:
     """Raises what push does, but `PartlyDone`."""
@@ -58,6 +59,7 @@ def push_session(
             force=force,
             dry_run=dry_run,
             sign=sign,
+            encrypt=encrypt,
             show=functools.partial(_show_plan, app.out, f"to {remote.url}"),
             progress=functools.partial(step, "push"),
         )

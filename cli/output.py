@@ -1,4 +1,8 @@
-"""The one sink: data on stdout, talk on stderr; human text, `--json`, or nothing but data."""
+"""The one sink: data on stdout, talk on stderr; human text, `--json`, or nothing but data.
+
+A line stays one line, whoever wrote the words in it: names, notes and reasons may come from a remote
+or a file of somebody else's, and must not move a cursor, hide text, or look like a line of ours.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from typing import Any
 
 import click
 
+from kvsnap.cli.foreign import MAX_LINE, escaped, escaped_controls, escaped_json, printable
+
 
 class Output:
     """`json` decides the form of data; `quiet` drops talk, never data or errors."""
@@ -18,18 +24,22 @@ class Output:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
 
     def json(self, value: Any) -> None:
-        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        click.echo(escaped_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
-    def text(self, text: str, newline: bool = True) -> None:
-        """Data for a person; not in JSON mode."""
+    def text(self, line: str = "") -> None:
+        """A line of data for a person; not in JSON mode."""
         if not self.as_json:
-            click.echo(text, nl=newline)
+            click.echo(escaped(line))
 
     def stream(self, text: str) -> bool:
-        """Data as it comes; False where nobody reads it any more. Not in JSON mode."""
+        """A model's answer as it comes; False where nobody reads it any more. Not in JSON mode. To a
+        file or program it goes as it is."""
         if not self.as_json:
             try:
-                click.echo(text, nl=False)
+                if sys.stdout.isatty():
+                    text = escaped_controls(text)
+                # Without `color` click drops what looks like one.
+                click.echo(text, nl=False, color=True)
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return False
@@ -39,7 +49,7 @@ class Output:
         """Plain aligned columns: they read the same on a terminal, in a pipe and in a mail."""
         if self.as_json:
             return
-        cells = [list(columns), *[[str(c) for c in row] for row in rows]]
+        cells = [list(columns), *[[escaped(str(cell)) for cell in row] for row in rows]]
         widths = [max(len(row[n]) for row in cells) for n in range(len(columns))]
         numeric = [_all_numbers([row[n] for row in cells[1:]]) for n in range(len(columns))]
         for row in cells:
@@ -49,16 +59,16 @@ class Output:
             ]
             click.echo("  ".join(parts).rstrip())
 
-    def say(self, text: str) -> None:
+    def say(self, line: str) -> None:
         if not self.quiet:
-            click.echo(text, err=True)
+            click.echo(escaped(line), err=True)
 
-    def detail(self, text: str) -> None:
+    def detail(self, line: str) -> None:
         if self.verbose:
-            click.echo(text, err=True)
+            click.echo(escaped(line), err=True)
 
-    def warn(self, text: str) -> None:
-        click.echo(f"warning: {text}", err=True)
+    def warn(self, line: str) -> None:
+        click.echo(f"warning: {printable(line, MAX_LINE)}", err=True)
 
     @property
     def progress(self) -> bool:

@@ -14,7 +14,7 @@ from kvsnap.cli import units
 from kvsnap.cli.foreign import printable
 from kvsnap.cli.main import App
 from kvsnap.formats.manifest import BLOCK
-from kvsnap.formats.tenant import NO_TENANT_ID
+from kvsnap.formats.tenant import tenant_id
 
 if TYPE_CHECKING:
     from kvsnap.kvstore.remotes.base import Remote
@@ -28,9 +28,13 @@ MOST = 100_000
 
 
 def list_sessions(app: App, remote: Remote) -> None:
+    from kvsnap.kvstore.keyring import Keyring
     from kvsnap.kvstore.sharing.manifests import every
 
-    rows = [_row(found) for found in itertools.islice(every(remote), MOST)]
+    keys = Keyring()
+    keys.add(app.tenant)
+    own = app.tenant.tenant_id if app.tenant is not None else None
+    rows = [_row(found) for found in itertools.islice(every(remote, keys, own), MOST)]
     if len(rows) == MOST:
         app.out.warn(f"the listing was left after {MOST} sessions")
     rows.sort(key=lambda row: row["pushed"], reverse=True)
@@ -40,8 +44,8 @@ def list_sessions(app: App, remote: Remote) -> None:
     if not rows:
         app.out.say(f"no sessions in {remote.url} yet; kvsnap push SESSION {remote.url} brings one")
         return
-    app.out.table(COLUMNS, [_cells(row) for row in rows])
-    damaged = sum(row["session"] is None for row in rows)
+    app.out.table(COLUMNS, [_cells(row, tenant_id(app.tenant)) for row in rows])
+    damaged = sum(row["problem"] is not None for row in rows)
     told = f", {damaged} damaged" if damaged else ""
     app.out.say(f"{units.count(len(rows), 'session')}{told}")
 
@@ -54,7 +58,12 @@ def _row(found: Pushed) -> dict[str, Any]:
         words = dict.fromkeys(("fidelity", "creator", "model"))
         pushed = int(found.changed)
         named: dict[str, Any] = {"session": None, "tenant": tenant, **empty, "pushed": pushed}
-        return {**named, **words, "key": found.key, "problem": printable(found.problem, LONGEST)}
+        return {
+            **named,
+            **words,
+            "key": found.key,
+            "problem": printable(found.problem, LONGEST) or None,
+        }
     return {
         "session": manifest.name,
         "tenant": tenant,
@@ -72,12 +81,14 @@ def _row(found: Pushed) -> dict[str, Any]:
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], own: str) -> list[str]:
     when = _date(row["pushed"])
+    if row["session"] is None and not row["problem"]:
+        return ["(sealed)", "-", "-", "-", "-", when, "-", "-"]
     if row["session"] is None:
         return [f"(damaged: {row['key']})", "-", "-", "-", "-", when, "-", row["problem"]]
     blocks, stored = row["blocks"], row["stored_blocks"]
-    other = row["tenant"] != NO_TENANT_ID
+    other = row["tenant"] != own
     return [
         printable(row["session"]) + (" (of a tenant's key)" if other else ""),
         str(row["tokens"]),

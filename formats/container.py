@@ -53,6 +53,13 @@ class Packed:
     file_digest: str
 
 
+def joined(packed: Packed) -> memoryview:
+    """The whole file in one buffer; without a copy where it is one."""
+    if len(packed.buffers) == 1:
+        return memoryview(packed.buffers[0]).cast("B")
+    return memoryview(b"".join(packed.buffers))
+
+
 @dataclass(frozen=True)
 class Container:
     """A parsed file. Tensor data are views of the buffer that was parsed."""

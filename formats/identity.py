@@ -27,6 +27,11 @@ from kvsnap.formats.tenant import tenant_id as id_of
 
 IDENTITY_VERSION = 1
 EXACT = "exact"
+MAX_COMPARED = 2**16
+"""Characters of an identity whose fields are told apart; 2,000 are usual. A field's name has those of
+all that it stands in, so that longer ones would take memory by the square of their length."""
+_CUT = 200
+"""Characters of such a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +201,8 @@ _TELLING_FIRST = (
 
 def differences(stored: str, here: str) -> list[tuple[str, str, str]]:
     """(field, stored, here) of two canonical identities, the most telling first; nested: dotted."""
+    if len(stored) > MAX_COMPARED or len(here) > MAX_COMPARED:
+        raise Damaged(f"the identity has more than {MAX_COMPARED} characters")
     try:
         before, after = _flatten(parse_identity(stored)), _flatten(parse_identity(here))
     except RecursionError as error:
@@ -215,6 +222,7 @@ def _rank(field: str) -> int:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    prefix = prefix[:_CUT]
     if isinstance(value, Mapping) and value:
         parts = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):

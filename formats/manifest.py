@@ -42,8 +42,8 @@ NO_CONTENT = bytes(32)
 @dataclass(frozen=True, slots=True)
 class Item:
     """One file. `name`: a block's, or the file digest of a calibration or a session's file, which
-    have no other name. `position`: the token after the last that a block or checkpoint holds, else 0.
-    `file`, `content`: its two digests (`content` zeros where the kind has none)."""
+    have no other name (sealed sessions: a keyed digest of that). `position`: the token after the last that a block or checkpoint holds, else 0.
+    `file`, `content`: its two digests (of a session the plain file's; `content` zeros where the kind has none)."""
 
     kind: str
     name: bytes
@@ -51,6 +51,11 @@ class Item:
     size: int
     file: bytes
     content: bytes = NO_CONTENT
+
+
+def content_of(item: Item) -> str | None:
+    """The digest of its rows, 64 hex digits, where the manifest says it."""
+    return item.content.hex() if item.content != NO_CONTENT else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,8 @@ class Manifest:
     creator: str = ""
     model: str = ""
     signature: Signature | None = None
+    sealed: bool = False
+    """Whether it stands sealed in its remote, and so all that it names; not in the file."""
     items: tuple[Item, ...]
 
     def __post_init__(self) -> None:
@@ -111,18 +118,19 @@ class Manifest:
     def _message(self) -> bytes:
         return manifest_message(pack_manifest(replace(self, signature=None)).file_digest)
 
-    @property
-    def key(self) -> str:
-        return manifest_key(self.tenant_id, self.name)
-
     def item_key(self, item: Item) -> str:
-        """Where the item's file stands in a remote. Blocks of all sessions stand together."""
-        text = item.name.hex()
-        if item.kind in (BLOCK, STATE):
-            return block_key(item.name)
-        if item.kind == SESSION:
-            return f"sessions/{self.tenant_id}/{text}{SUFFIX}"
-        return f"calibrations/{text}{SUFFIX}"
+        """Where the item's file stands in a remote."""
+        return item_key(item.kind, item.name, self.tenant_id)
+
+
+def item_key(kind: str, name: bytes, tenant_id: str) -> str:
+    """Where a file stands in a remote. Blocks of all sessions stand together."""
+    text = name.hex()
+    if kind in (BLOCK, STATE):
+        return block_key(name)
+    if kind == SESSION:
+        return f"sessions/{tenant_id}/{text}{SUFFIX}"
+    return f"calibrations/{text}{SUFFIX}"
 
 
 def block_key(name: bytes) -> str:

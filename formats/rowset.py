@@ -70,10 +70,12 @@ def decode_rows(
     tokens: slice | None = None,
 ) -> None:
     """Fill `out` from a file's tensors. `tokens`: which of the file's tokens `out` holds; None: all."""
-    left = set(tensors)
+    left: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():  # once: a file may claim thousands of planes, and of tensors
+        name = ".".join(key.split(".", 2)[:2])
+        left.setdefault(name, {})[key[len(name) :]] = tensor
     for name, (_, plane) in layout.planes().items():
-        keys = {key for key in left if key == name or key.startswith(name + ".")}
-        stored = {key[len(name) :]: tensors[key] for key in keys}
+        stored = left.pop(name, {})
         try:
             count = out[name].shape[1] if isinstance(ranges, int) else len(ranges[name])
             own = slice(0, count) if tokens is None else tokens
@@ -85,9 +87,9 @@ def decode_rows(
             raise Unsupported(
                 f"codec {codec.id} failed on plane {name}: {type(error).__name__}: {error}"
             ) from error
-        left -= keys
     if left:
-        raise Damaged(f"tensors that the layout does not have: {reprlib.repr(sorted(left))}")
+        names = sorted(name + suffix for name, own in left.items() for suffix in own)
+        raise Damaged(f"tensors that the layout does not have: {reprlib.repr(names)}")
 
 
 def on_host(rows: Any) -> Array:

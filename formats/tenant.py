@@ -17,18 +17,21 @@ NO_TENANT_ID = "default"
 """Folder of the sessions of a store used without a key; a derived id is 64 hex characters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Tenant:
     """Holds the 32-byte secret; `repr` and errors never show it."""
 
     key: bytes = field(repr=False)
 
-    def __post_init__(self) -> None:
-        if len(self.key) != 32:
-            raise UsageError(
-                f"a tenant key has 32 bytes, this one has {len(self.key)}",
-                "give 32 random bytes or 64 hex characters; kvsnap keygen makes some",
-            )
+    def __init__(self, key: bytes) -> None:
+        if isinstance(key, bytes) and len(key) == 32:
+            object.__setattr__(self, "key", key)
+            return
+        found = (
+            f"this one has {len(key)}" if isinstance(key, bytes) else f"not {type(key).__name__}"
+        )
+        del key  # a traceback that shows variables must not show what may be most of a key
+        raise _no_key(found)
 
     @property
     def naming_key(self) -> bytes:
@@ -61,10 +64,21 @@ def is_tenant_id(text: str) -> bool:
 
 def parse_key(data: bytes) -> Tenant:
     """Read a key file's content: 64 hex characters (white space around them), or 32 raw bytes."""
-    text = data.strip()
-    if re.fullmatch(rb"[0-9A-Fa-f]{64}", text):
-        return Tenant(bytes.fromhex(text.decode("ascii")))
-    return Tenant(data)
+    key = data
+    if re.fullmatch(rb"\s*[0-9A-Fa-f]{64}\s*", data):
+        key = bytes.fromhex(data.strip().decode("ascii"))
+    if len(key) == 32:
+        return Tenant(key)
+    size = len(key)
+    del data, key  # as in `Tenant`
+    raise _no_key(f"this one has {size}")
+
+
+def _no_key(found: str) -> UsageError:
+    return UsageError(
+        f"a tenant key has 32 bytes, {found}",
+        "give 32 random bytes or 64 hex characters; kvsnap keygen makes some",
+    )
 
 
 def _derive(context: str, key: bytes) -> bytes:

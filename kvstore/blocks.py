@@ -167,7 +167,7 @@ class Blocks:
             with self.index.transaction() as db:
                 there = not anew and self._already_there(root, wanted)
                 if not there:
-                    self.index.insert(db, file.entry(wanted.record(root)))
+                    self.index.insert(db, file.entry(root, wanted))
                 if lease is not None:
                     lease.move(db, wanted.name, deeper=True)
                 if not there:

@@ -47,7 +47,8 @@ class OfStore:
     def collect(self) -> Iterator[Metric]:
         found = self.stats
         budget = math.inf if found.budget_bytes is None else found.budget_bytes
-        tokens = {"reused": found.reused_tokens, "computed": found.computed_tokens}
+        # None in what a tenant is told; this is for whoever runs the store.
+        tokens = {"reused": found.reused_tokens or 0, "computed": found.computed_tokens or 0}
         yield self._gauge("blocks", "Blocks whose files are there.", found.codecs, "codec")
         yield self._gauge("state_checkpoints", "State checkpoints that are there.", found.states)
         yield self._gauge(
@@ -67,12 +68,12 @@ class OfStore:
         yield self._gauge("pins", "Pins of sessions and blocks.", found.pinned)
         yield self._gauge("leases", "Calls that hold blocks at this moment.", found.leased)
         yield self._gauge("models", "Models and settings that have blocks.", found.models)
-        yield self._counter("resumes_total", "Prompts resumed by any process.", found.requests)
+        yield self._counter("resumes_total", "Prompts resumed by any process.", found.requests or 0)
         yield self._counter("prompt_tokens_total", "Tokens of these prompts.", tokens, "source")
         yield self._counter(
             "evicted_blocks_total",
             "Blocks and state checkpoints deleted to make room, by any process.",
-            found.evicted_blocks,
+            found.evicted_blocks or 0,
         )
 
     def _gauge(self, name: str, text: str, values: _Values, *label: str) -> Metric:

@@ -6,7 +6,6 @@ import os
 import threading
 from dataclasses import dataclass
 
-from kvsnap.formats.block import BlockRecord
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
 from kvsnap.formats.errors import Damaged
@@ -29,9 +28,10 @@ class Foreign:
     signer: str
     sealed: bool = False
 
-    def entry(self, record: BlockRecord) -> Entry:
+    def entry(self, root: Root, wanted: Wanted) -> Entry:
         """As the index takes it up."""
-        return entry_of(record, self.packed.size, self.codec.id, self.signer, self.sealed)
+        whose = root.tenant_id if self.sealed else ""
+        return entry_of(wanted.record(root), self.packed.size, self.codec.id, self.signer, whose)
 
 
 def check_foreign(

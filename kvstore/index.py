@@ -64,13 +64,19 @@ class Entry:
     size: int
     codec: str
     signer: str = ""
-    sealed: bool = False
+    sealed_for: str = ""
+    """Tenant id; empty for a file that is not sealed."""
+
+    @property
+    def sealed(self) -> bool:
+        return bool(self.sealed_for)
 
 
 def entry_of(
-    record: BlockRecord, size: int, codec: str, signer: str = "", sealed: bool = False
+    record: BlockRecord, size: int, codec: str, signer: str = "", sealed_for: str = ""
 ) -> Entry:
     """Of a sealed file neither token ids nor the identity: who reads the index has no key."""
+    sealed = bool(sealed_for)
     return Entry(
         record.name,
         record.parent,
@@ -83,7 +89,7 @@ def entry_of(
         size,
         SEALED if sealed else codec,
         signer,
-        sealed,
+        sealed_for,
     )
 
 
@@ -175,7 +181,7 @@ class Index(Database):
 
         Storing a lost block again makes what follows it reachable.
         """
-        root = root_number(db, entry.root_id, entry.identity)
+        root = root_number(db, entry.root_id, entry.identity, entry.sealed_for)
         db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, entry.codec))
         parent = None
         reachable = True
@@ -269,8 +275,9 @@ class Index(Database):
             return [_row(found) for found in self.query(sql, values)]
 
 
-def root_number(db: sqlite3.Connection, root_id: str, identity: str) -> int:
-    db.execute("INSERT OR IGNORE INTO roots(root_id, identity) VALUES (?, ?)", (root_id, identity))
+def root_number(db: sqlite3.Connection, root_id: str, identity: str, sealed_for: str = "") -> int:
+    sql = "INSERT OR IGNORE INTO roots(root_id, identity, tenant) VALUES (?, ?, ?)"
+    db.execute(sql, (root_id, identity, sealed_for))
     found: int = db.execute("SELECT id FROM roots WHERE root_id = ?", (root_id,)).fetchone()[0]
     return found
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvsnap.formats.block import KIND, STATE_KIND, parse_block
-from kvsnap.formats.container import check_file_digest
+from kvsnap.formats.block import KIND, STATE_KIND
 from kvsnap.formats.errors import NotFound, UsageError
 from kvsnap.formats.identity import parse_identity
+from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore import files
 from kvsnap.kvstore.pins import is_pinned
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.whose_blocks import own_blocks
 
 
 def describe_session(store: Store, tenant_id: str, name: str) -> dict[str, Any]:
@@ -49,19 +50,20 @@ def _stored(store: Store, name: bytes) -> dict[str, Any]:
     return {"name": name.hex(), "stored": usable, "bytes": row.bytes if row else 0}
 
 
-def find_pinnable(store: Store, tenant_id: str, text: str) -> str | bytes:
+def find_pinnable(store: Store, tenant: Tenant | None, text: str) -> str | bytes:
     """A session's name, or the name of the block that begins with `text`. Raises `NotFound`."""
     try:
-        store.sessions.require(tenant_id, text)
+        store.sessions.require(tenant_id(tenant), text)
     except NotFound:
-        return find_block(store, text)[0]
+        return find_block(store, text, tenant)[0]
     return text
 
 
-def describe_block(store: Store, prefix: str) -> dict[str, Any]:
+def describe_block(store: Store, prefix: str, tenant: Tenant | None = None) -> dict[str, Any]:
     """A block or state checkpoint by (a unique beginning of) its name; `kind` says which. Raises
     `NotFound`, or `UsageError` if not one."""
-    name, lost, reachable, hits, state = find_block(store, prefix)
+    store.keys.add(tenant)
+    name, lost, reachable, hits, state = find_block(store, prefix, tenant)
     path = store.place.block(name)
     found: dict[str, Any] = {
         "block": name.hex(),
@@ -76,8 +78,7 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
         buffer = files.read_whole(path)
     except OSError:
         return found
-    check_file_digest(buffer)
-    block = parse_block(buffer)
+    block = store.opener.block(buffer)
     return found | {
         "parent": block.record.parent.hex(),
         "start": block.record.start,
@@ -92,9 +93,11 @@ def describe_block(store: Store, prefix: str) -> dict[str, Any]:
     }
 
 
-def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int, int]:
+def find_block(
+    store: Store, prefix: str, tenant: Tenant | None = None
+) -> tuple[bytes, str | None, int, int, int]:
     """(name, lost, reachable, hits, state) of the one block or checkpoint whose name begins with
-    `prefix`."""
+    `prefix`; with a tenant's key among its own ones."""
     if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
         raise NotFound(
             f"no session or block {prefix!r}", "kvsnap ls shows the sessions that are there"
@@ -102,7 +105,8 @@ def find_block(store: Store, prefix: str) -> tuple[bytes, str | None, int, int, 
     low = bytes.fromhex(prefix.ljust(64, "0"))
     high = bytes.fromhex(prefix.ljust(64, "f"))
     rows = store.index.query(
-        "SELECT name, lost, reachable, hits, state FROM blocks WHERE name BETWEEN ? AND ? LIMIT 2",
+        "SELECT name, lost, reachable, hits, state FROM blocks WHERE name BETWEEN ? AND ?"
+        f" AND {own_blocks(store, tenant)} LIMIT 2",
         [low, high],
     )
     if not rows:

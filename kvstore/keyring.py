@@ -25,9 +25,9 @@ class Keyring:
         if found is not None:
             return found
         which = (
-            "no tenant key was given" if tenant_id == NO_TENANT_ID else "it is not this tenant's"
+            "no tenant key was given" if tenant_id == NO_TENANT_ID else "that was not given"
         )
         raise UsageError(
-            f"this store is encrypted, and {which}",
+            f"what is to be sealed needs the tenant's key, and {which}",
             "give the tenant's key: --tenant-key-file; kvsnap keygen makes one",
         )

@@ -49,8 +49,9 @@ class Found:
     signer: str
     length: int
     """Tokens."""
-    sealed: bool = False
-    """Then the record has neither token ids nor an identity."""
+    sealed_for: str = ""
+    """Tenant id; empty for a file that is not sealed. If it is, the record has neither token ids nor an
+    identity."""
 
     @property
     def stop(self) -> int:
@@ -58,7 +59,7 @@ class Found:
 
     @property
     def entry(self) -> Entry:
-        entry = entry_of(self.record, self.size, self.codec, self.signer, self.sealed)
+        entry = entry_of(self.record, self.size, self.codec, self.signer, self.sealed_for)
         return replace(entry, length=self.length)
 
 
@@ -114,7 +115,8 @@ def _sealed(container: Container, status: os.stat_result) -> Found:
     )
     digest = digest_field(container, "file")
     size, changed = status.st_size, status.st_mtime_ns
-    return Found(record, "", size, changed, digest, b"", clear.signer, clear.tokens, sealed=True)
+    signer, length, tenant = clear.signer, clear.tokens, clear.tenant_id
+    return Found(record, "", size, changed, digest, b"", signer, length, tenant)
 
 
 def _as_far_as(handle: int, front: bytes, end: int) -> bytes:
@@ -159,11 +161,11 @@ def fill_from_files(
     """
     for statement in statements(_BEFORE):
         db.execute(statement)
-    roots: dict[tuple[str, str], int] = {}
+    roots: dict[tuple[str, str, str], int] = {}
     now, clock = time.time_ns(), 0
     for item in _readable(place, progress):
         record = item.record
-        family = (record.root_id, record.identity)
+        family = (record.root_id, record.identity, item.sealed_for)
         if family not in roots:
             roots[family] = root_number(db, *family)
         used = min(item.mtime_ns, now) // 1000  # the request counter goes on from there
@@ -276,7 +278,7 @@ def adopt(index: Index, db: sqlite3.Connection, found: Found, block_size: int) -
     try:
         index.insert(db, entry)
     except Vanished:
-        root = root_number(db, record.root_id, record.identity)
+        root = root_number(db, record.root_id, record.identity, entry.sealed_for)
         db.execute("INSERT OR IGNORE INTO totals VALUES (?, ?, 0, 0)", (root, entry.codec))
         before = max(0, record.start - block_size)
         db.execute(

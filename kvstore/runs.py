@@ -18,7 +18,7 @@ from kvsnap.kvstore.index import Index
 
 PAGE = 20_000
 NONE = -1
-_COLUMNS = "id, COALESCE(parent, 0), start, LENGTH(tokens) / 4, bytes, hits, used, reachable, state"
+_COLUMNS = "id, COALESCE(parent, 0), start, length, bytes, hits, used, reachable, state"
 Numbers = NDArray[np.int64]
 
 
@@ -30,8 +30,9 @@ class Runs:
     of all from here on, and the latest request.
     """
 
-    def __init__(self, index: Index, root: int | None = None) -> None:
-        *columns, state = _read(index, root)
+    def __init__(self, index: Index, of: str = "1") -> None:
+        """`of`: SQL that holds for the blocks to read."""
+        *columns, state = _read(index, of)
         blocks = [column[state == 0] for column in columns]
         self._ids, parents, starts, tokens, sizes, hits, used, reachable = blocks
         states = _add_states(blocks, [column[state != 0] for column in columns])
@@ -86,14 +87,14 @@ class Runs:
         return sums.astype(np.int64)
 
 
-def _read(index: Index, root: int | None) -> list[Numbers]:
+def _read(index: Index, of: str) -> list[Numbers]:
     """The columns of all blocks, in order of id. Values that are no numbers are damage: the index
     is built anew from the files."""
     try:
-        return _columns(_pages(index, root))
+        return _columns(_pages(index, of))
     except (TypeError, ValueError, OverflowError):
         index.discard()
-        return _columns(_pages(index, root))
+        return _columns(_pages(index, of))
 
 
 def _add_states(blocks: list[Numbers], states: list[Numbers]) -> Numbers:
@@ -110,11 +111,10 @@ def _add_states(blocks: list[Numbers], states: list[Numbers]) -> Numbers:
     return np.bincount(on, minlength=len(ids)).astype(np.int64)
 
 
-def _pages(index: Index, root: int | None) -> Iterator[list[tuple]]:
-    where = "id > ?" if root is None else "id > ? AND root = ?"
-    sql = f"SELECT {_COLUMNS} FROM blocks WHERE {where} ORDER BY id LIMIT {PAGE}"
+def _pages(index: Index, of: str) -> Iterator[list[tuple]]:
+    sql = f"SELECT {_COLUMNS} FROM blocks WHERE id > ? AND {of} ORDER BY id LIMIT {PAGE}"
     last = 0
-    while page := index.query(sql, [last] if root is None else [last, root]):
+    while page := index.query(sql, [last]):
         yield page
         last = page[-1][0]
 

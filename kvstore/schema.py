@@ -8,6 +8,7 @@ blocks     one row a block, and one a state checkpoint (`state` is 1). `used`: t
            `signer`: who signed the file, as its header says; whoever reads it finds out.
            `reachable` is 1 where the block and all before it are there; `lost` holds the reason
            where a block's file was set aside or found missing while its row is still needed.
+roots      `tenant`: the id of whose sealed blocks they are; of others it follows from the identity.
 totals     blocks and bytes by root and codec, of files that are there. `chain_bytes`: the sum over
            leaves, which is what their chains would take if none shared a block.
 holds      pins and leases: the block that one stands on, and so all before it, stay.
@@ -17,13 +18,14 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 6
+INDEX_VERSION = 7
 TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
 """In an order in which they can be dropped."""
 
 SCHEMA = """
 CREATE TABLE roots(
-  id INTEGER PRIMARY KEY, root_id TEXT NOT NULL UNIQUE, identity TEXT NOT NULL);
+  id INTEGER PRIMARY KEY, root_id TEXT NOT NULL UNIQUE, identity TEXT NOT NULL,
+  tenant TEXT NOT NULL DEFAULT '');
 CREATE TABLE blocks(
   id INTEGER PRIMARY KEY,
   name BLOB NOT NULL UNIQUE,

@@ -228,6 +228,7 @@ class Session:
         checkpoints that wait are stored as well.
         """
 
+        self.store.check_tenant(self.tenant_id)
         self.engine.check_held()
         claim(self.engine, self.tenant_id)
         refuse_other_fidelity(self.engine, self.root)
@@ -323,6 +324,7 @@ class Session:
 
     def _saving(self, notes: Mapping[str, Any] | None, pinned: bool) -> Saving:
         """What the engine holds, to be stored as the session's next version."""
+        self.store.check_tenant(self.tenant_id)
         self.engine.check_held()
         if self.name is not None:
             self._refuse_another_conversation()

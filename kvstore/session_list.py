@@ -119,9 +119,13 @@ class SessionList:
 
     def __iter__(self) -> Iterator[Listed]:
         """All sessions of all tenants, damaged ones with their problem."""
+        return self.of(None)
+
+    def of(self, tenant_id: str | None) -> Iterator[Listed]:
+        """The same of one tenant; None for all."""
         sql = "SELECT owner, until FROM holds WHERE kind = 'pin' AND until >= ?"
         pins = dict(self.index.query(sql, [time.time()]))
-        for path, status, facts in self.refresh():
+        for path, status, facts in self.refresh(tenant_id):
             yield Listed(
                 path=path,
                 bytes=_length(status),
@@ -131,14 +135,15 @@ class SessionList:
                 pinned_until=pins.get(pin_key(path)),
             )
 
-    def refresh(self) -> list[tuple[Path, os.stat_result, Facts]]:
-        """Compare the folder with what was noted, and note what is new, where that is possible."""
-        rows = {
-            path: (stamp, facts)
-            for path, stamp, facts in self.index.query("SELECT path, stamp, facts FROM sessions")
-        }
+    def refresh(self, tenant_id: str | None = None) -> list[tuple[Path, os.stat_result, Facts]]:
+        """Compare the folder, or that of one tenant, with what was noted, and note what is new, where
+        that is possible."""
+        sql, values = "SELECT path, stamp, facts FROM sessions", list[str]()
+        if tenant_id is not None:
+            sql, values = f"{sql} WHERE path BETWEEN ? AND ?", [f"{tenant_id}/", f"{tenant_id}0"]
+        rows = {path: (stamp, facts) for path, stamp, facts in self.index.query(sql, values)}
         found, new = list[tuple[Path, os.stat_result, Facts]](), list[tuple]()
-        for path, status in _session_files(self.place.sessions):
+        for path, status in _session_files(self.place.sessions, tenant_id):
             stamp, text = rows.pop(pin_key(path), ("", ""))
             facts = _parse(text) if stamp == stamp_of(status) else None
             if facts is None:
@@ -181,13 +186,20 @@ class SessionList:
         return depth, chain[depth - 1].hex() if depth else ""
 
 
-def _session_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for tenant in sorted(_entries(folder), key=lambda entry: entry.name):
-        if tenant.is_dir(follow_symlinks=False):
-            for entry in sorted(_entries(Path(tenant.path)), key=lambda entry: entry.name):
-                if entry.name.endswith(SUFFIX):
-                    with contextlib.suppress(OSError):
-                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+def _session_files(
+    folder: Path, tenant_id: str | None = None
+) -> Iterator[tuple[Path, os.stat_result]]:
+    for tenant in _folders(folder) if tenant_id is None else [folder / tenant_id]:
+        if tenant.is_symlink():
+            continue
+        for entry in sorted(_entries(tenant), key=lambda entry: entry.name):
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(OSError):
+                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(Path(entry.path) for entry in _entries(folder) if entry.is_dir())
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -34,6 +34,7 @@ from kvsnap.kvstore.rebuild import fill_from_files
 from kvsnap.kvstore.session_list import SessionList, fill_sessions
 from kvsnap.kvstore.sessions import Sessions
 from kvsnap.kvstore.space import Space
+from kvsnap.kvstore.tenants_apart import refuse_shared_store
 from kvsnap.kvstore.trust import trust_of
 from kvsnap.kvstore.unfinished import fill_unfinished
 from kvsnap.kvstore.weights import FileDigests
@@ -83,6 +84,8 @@ class Store:
         """Tenants' keys, of whoever uses the store through this object."""
         self.encrypt = encrypt or settings.encrypt
         """Whether what is written is sealed by its tenant's key."""
+        self._apart: set[str] = set()
+        """Tenants who do not share this store with another."""
         if self.encrypt and not settings.encrypt:
             change_settings(place, ENCRYPT, lambda old: True)
         if os.environ.get("KVSNAP_COMPILED") == "1":
@@ -124,6 +127,15 @@ class Store:
     @property
     def path(self) -> Path:
         return self.place.root
+
+    def check_tenant(self, tenant_id: str) -> None:
+        """Before anything is computed that is to be stored for a tenant: raises `UsageError` where it
+        could not be sealed, or would lie open to other tenants."""
+        if self.encrypt:
+            self.keys.require(tenant_id)
+        elif tenant_id not in self._apart:
+            refuse_shared_store(self.place, tenant_id)
+            self._apart.add(tenant_id)
 
     def sync(self, names: Sequence[bytes]) -> None:
         """Bring a chain's files to the device, where they are not there yet, then their folders.

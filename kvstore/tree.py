@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from kvsnap.formats.errors import Damaged, NotFound
 from kvsnap.formats.identity import parse_identity
+from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.inspect import find_block
 from kvsnap.kvstore.runs import NONE, Runs
 from kvsnap.kvstore.session_list import SEALED_SESSION
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.whose_blocks import own_blocks
 
 LIMIT = 100
 _CHUNK = 500
@@ -63,27 +65,34 @@ class Tree:
     omitted: int
 
 
-def deepest_block(store: Store, tenant_id: str, what: str) -> bytes | None:
+def deepest_block(store: Store, tenant: Tenant | None, what: str) -> bytes | None:
     """The last block that is known of a session's chain (None: there is none), or the block or
     checkpoint whose name begins with `what`. Raises `NotFound`."""
+    store.keys.add(tenant)
     try:
-        chain = store.sessions.load(tenant_id, what).record.chain
+        chain = store.sessions.load(tenant_id(tenant), what).record.chain
     except NotFound:
-        return find_block(store, what)[0]
+        return find_block(store, what, tenant)[0]
     depth = gallop(lambda number: store.index.find(chain[number]) is not None, len(chain))
     return chain[depth - 1] if depth else None
 
 
-def read_tree(store: Store, limit: int = LIMIT, block: bytes | None = None) -> Tree:
-    """All trees, or the one that `block` is in, with its path marked. Of more than `limit` nodes
-    the path goes first, then the most reused."""
-    target = root = None
+def read_tree(
+    store: Store,
+    limit: int = LIMIT,
+    block: bytes | None = None,
+    tenant: Tenant | None = None,
+) -> Tree:
+    """All trees (with a key those of its tenant), or the one that `block` is in, with its path marked.
+    Of more than `limit` nodes the path goes first, then the most reused."""
+    store.keys.add(tenant)
+    target, of = None, own_blocks(store, tenant)
     if block is not None:
         found = store.index.query(f"SELECT {_BLOCK}, root FROM blocks WHERE name = ?", [block])
         if not found or found[0][0] is None:
             return Tree((), 0)
-        target, root = found[0]
-    runs = Runs(store.index, root)
+        target, of = found[0][0], f"root = {int(found[0][1])}"
+    runs = Runs(store.index, of)
     path = runs.path_to(runs.of_block(target)) if target is not None else []
     tops = path[:1] if path else runs.below(NONE)
     chosen = _choose(runs, tops, set(path), limit)
@@ -183,7 +192,9 @@ class _Facts:
     def _read_names(self, runs: Runs, chosen: set[int]) -> None:
         roots = {
             number: (root_id, _architecture(identity))
-            for number, root_id, identity in self.store.index.query("SELECT * FROM roots")
+            for number, root_id, identity in self.store.index.query(
+                "SELECT id, root_id, identity FROM roots"
+            )
         }
         first = {int(runs.first[run]): run for run in chosen}
         rows = {*first, *(int(runs.last[run]) for run in chosen)}

@@ -26,6 +26,7 @@ from kvsnap.kvstore.match import state_at_end
 from kvsnap.kvstore.rebuild import MISSING, block_paths
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.whose_blocks import own_blocks
 
 _BLOCK = re.compile(rf"[0-9a-f]{{64}}{SUFFIX}")
 """What is not called so is not ours: `doctor` tells of it."""
@@ -59,13 +60,18 @@ def verify_store(
     tenant: Tenant | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> VerifyReport:
-    """Every file where blocks and sessions stand, and every row of the index."""
+    """Every file where blocks and sessions stand, and every row of the index; with a tenant's key the
+    sessions and blocks that are stored under it, as far as the index has them."""
     report = VerifyReport()
     store.keys.add(tenant)
     if store.problem:
         report.bad.append(Bad(store.place.settings.name, str(store.place.settings), store.problem))
+    of, query = own_blocks(store, tenant), store.index.query
     paths = [path for path in block_paths(store.place) if _BLOCK.fullmatch(path.name)]
-    sessions = list(_session_paths(store))
+    if tenant is not None:
+        named = query(f"SELECT name FROM blocks WHERE lost IS NULL AND {of} ORDER BY name")
+        paths = [store.place.block(name) for (name,) in named]
+    sessions = list(_session_paths(store, tenant.tenant_id if tenant is not None else "*"))
     for number, path in enumerate(paths):
         _block_file(store, path, tenant, report)
         progress(number + 1, len(paths) + len(sessions))
@@ -78,25 +84,24 @@ def verify_store(
             reason = "the file stands under another session's name"
             report.bad.append(Bad(session.record.name, str(path), reason))
         progress(len(paths) + number + 1, len(paths) + len(sessions))
-    report.checked += len(files.sizes(store.place.calibrations))
-    for path, reason in store.calibrations.check():
-        report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
+    if tenant is None:  # calibrations are nobody's own: they say how a model's rows are coded
+        report.checked += len(files.sizes(store.place.calibrations))
+        for path, reason in store.calibrations.check():
+            report.bad.append(Bad(path.name.removesuffix(SUFFIX), str(path), reason))
     known = {bad.path for bad in report.bad}
     find = store.index.find
-    for name, lost in store.index.query("SELECT name, lost FROM blocks WHERE lost IS NOT NULL"):
+    for name, lost in query(f"SELECT name, lost FROM blocks WHERE lost IS NOT NULL AND {of}"):
         place = str(store.place.block(name))
         if place not in known:
             report.bad.append(Bad(name.hex(), place, lost))
-    for name, size in store.index.query("SELECT name, bytes FROM blocks WHERE lost IS NULL"):
+    for name, size in query(f"SELECT name, bytes FROM blocks WHERE lost IS NULL AND {of}"):
         place = str(store.place.block(name))
         if place not in known and files.file_size(Path(place)) is None and find(name) is not None:
             report.bad.append(Bad(name.hex(), place, f"the file of {size} bytes is missing"))
-    report.unreachable = [
-        name.hex()
-        for (name,) in store.index.query(
-            "SELECT name FROM blocks WHERE reachable = 0 AND lost IS NULL ORDER BY start"
-        )
-    ]
+    waiting = (
+        f"SELECT name FROM blocks WHERE reachable = 0 AND lost IS NULL AND {of} ORDER BY start"
+    )
+    report.unreachable = [name.hex() for (name,) in query(waiting)]
     return report
 
 
@@ -199,5 +204,5 @@ def _check_fidelity(record: BlockRecord | SessionRecord) -> None:
         raise Damaged("the file's fidelity is not that of its identity")
 
 
-def _session_paths(store: Store) -> Iterator[Path]:
-    yield from sorted(store.place.sessions.glob(f"*/*{SUFFIX}"))
+def _session_paths(store: Store, tenant: str) -> Iterator[Path]:
+    yield from sorted(store.place.sessions.glob(f"{tenant}/*{SUFFIX}"))

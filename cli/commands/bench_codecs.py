@@ -203,7 +203,7 @@ def _report(app: App, found: CodecBench, title: str, engine: str, dtype: str) ->
         f"{title}, {engine}, rows of {dtype}: {units.count(len(found.texts), 'text')}, {found.context} tokens stored in blocks of"
         f" {found.block_size}, {found.held_out} compared"
     )
-    app.out.text("")
+    app.out.text()
     columns = ["codec", "ratio", "bits", "enc", "dec", "all", "KL", "p99", "top-1", "ppl"]
     app.out.table(
         columns,
@@ -223,7 +223,7 @@ def _report(app: App, found: CodecBench, title: str, engine: str, dtype: str) ->
             for r in found.results
         ],
     )
-    app.out.text("")
+    app.out.text()
     app.out.text(
         "enc, dec: GB of rows a second on one core; all: decoding, on all cores."
         f" In the same run a copy runs at {found.copy['copy']:.1f},"

@@ -98,7 +98,7 @@ def _report(app: App, found: StoreBench, keep: Path | None, how: str) -> None:
         ("use", f"the rest of this table{_peak(found.peak_bytes)}"),
     ]:
         app.out.text(f"{label:10}{text}")
-    app.out.text("")
+    app.out.text()
     app.out.table(
         ["", "median", "p95", "times"],
         [

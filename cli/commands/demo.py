@@ -157,7 +157,8 @@ def _report(
                 "cold_first_differing_token": parting,
             }
         )
-    app.out.text(f"\n{QUESTION}\n{resumed['text'].strip()}\n")
+    for line in ["", QUESTION, *resumed["text"].strip().split("\n"), ""]:
+        app.out.text(line)
     rows = [
         [label, *(str(run[key]) for run in columns.values())]
         for label, key in [
@@ -169,7 +170,8 @@ def _report(
     rows.append(["first token after", *(units.seconds(value) for value in first.values())])
     rows.append(["  sooner by", *(f"{first['cold'] / value:.0f}x" for value in first.values())])
     app.out.table(["", *columns], rows)
-    app.out.text(f"\non disk {units.size(size)} for {saved['tokens']} saved tokens")
+    app.out.text()
+    app.out.text(f"on disk {units.size(size)} for {saved['tokens']} saved tokens")
     app.out.text(
         "greedy text "
         + ("equals" if equal else "DIFFERS FROM")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvsnap.cli.inputs import read_tenant, sign_option, tenant_option
+from kvsnap.cli.inputs import encrypt_option, read_tenant, sign_option, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.remote import local_file
 from kvsnap.formats.errors import UsageError
@@ -23,10 +23,17 @@ Examples:
 @click.argument("out", metavar="OUT.kvsnap")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @sign_option
+@encrypt_option
 @tenant_option
 @click.pass_obj
 def command(
-    app: App, session: str, out: str, force: bool, sign: bool, tenant_key_file: Path | None
+    app: App,
+    session: str,
+    out: str,
+    force: bool,
+    sign: bool,
+    encrypt: bool,
+    tenant_key_file: Path | None,
 ) -> None:
     """Write SESSION and its blocks into the file OUT.kvsnap: a plain tar.
 
@@ -39,5 +46,5 @@ def command(
     if not force and os.path.lexists(path):
         raise UsageError(f"{path} is there already", "choose another name, or --force")
     with Archive.create(path) as archive:
-        done = push_session(app, archive, session, tenant, force=force, sign=sign)
+        done = push_session(app, archive, session, tenant, force=force, sign=sign, encrypt=encrypt)
     tell(app.out, done, "export", "exported", "to")

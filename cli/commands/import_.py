@@ -57,9 +57,12 @@ def command(
 
 def _only_session(archive: Remote, tenant: Any) -> str:
     from kvsnap.formats.tenant import tenant_id
+    from kvsnap.kvstore.keyring import Keyring
     from kvsnap.kvstore.sharing.manifests import every
 
-    found = [pushed.manifest for pushed in every(archive)]
+    keys = Keyring()
+    keys.add(tenant)
+    found = [pushed.manifest for pushed in every(archive, keys)]
     there = [manifest for manifest in found if manifest is not None]
     names = sorted(one.name for one in there if one.tenant_id == tenant_id(tenant))
     if len(names) > 1:

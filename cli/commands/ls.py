@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
 from kvsnap.cli import units
+from kvsnap.cli.foreign import printable
+from kvsnap.cli.inputs import read_tenant, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.remote import opened, remote_argument
-from kvsnap.formats.tenant import NO_TENANT_ID
 
 
 @click.command("ls")
 @remote_argument
+@tenant_option
 @click.pass_obj
-def command(app: App, remote: str | None) -> None:
-    """List the sessions, the one saved last first; or those of REMOTE, the one pushed last first."""
+def command(app: App, remote: str | None, tenant_key_file: Path | None) -> None:
+    """List the sessions, the one saved last first; or those of REMOTE, the one pushed last first.
+
+    With a tenant's key its own; without one all.
+    """
+    from kvsnap.formats.tenant import tenant_id
+
+    tenant = read_tenant(tenant_key_file)
     if remote is not None:
         from kvsnap.cli.remote_sessions import list_sessions
 
@@ -26,7 +35,8 @@ def command(app: App, remote: str | None) -> None:
             list_sessions(app, there)
         return
     with app.store() as store:
-        rows = [_row(entry) for entry in store.listing]
+        own = tenant.tenant_id if tenant is not None else None
+        rows = [_row(entry) for entry in store.listing.of(own)]
     rows.sort(key=lambda row: row["saved"], reverse=True)
     if app.out.as_json:
         app.out.json(rows)
@@ -38,7 +48,7 @@ def command(app: App, remote: str | None) -> None:
         ["session", "tokens", "blocks", "saved", "model"],
         [
             [
-                _name(row),
+                _name(row, tenant_id(tenant)),
                 str(row["tokens"] if row["tokens"] is not None else "-"),
                 _blocks(row),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"])),
@@ -53,7 +63,7 @@ def command(app: App, remote: str | None) -> None:
 
 def _row(entry: Any) -> dict[str, Any]:
     facts = entry.facts
-    there = not facts.problem
+    there = facts.name is not None
     until = entry.pinned_until
     return {
         "session": facts.name,
@@ -74,8 +84,11 @@ def _row(entry: Any) -> dict[str, Any]:
 
 
 def _what(row: dict[str, Any]) -> str:
-    parts = [row["model"] or row["problem"], "pinned" if row["pinned"] else None]
-    return ", ".join(str(part) for part in parts if part)
+    parts = [
+        printable(str(row["model"] or row["problem"] or "")),
+        "pinned" if row["pinned"] else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _blocks(row: dict[str, Any]) -> str:
@@ -87,8 +100,8 @@ def _blocks(row: dict[str, Any]) -> str:
     return str(row["blocks"])
 
 
-def _name(row: dict[str, Any]) -> str:
+def _name(row: dict[str, Any], own: str) -> str:
     if row["session"] is None:
-        return f"(damaged: {row['file']})"
-    other = row["tenant"] != NO_TENANT_ID
+        return f"(damaged: {row['file']})" if row["problem"] else "(sealed)"
+    other = row["tenant"] != own
     return f"{row['session']} (of a tenant's key)" if other else str(row["session"])

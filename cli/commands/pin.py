@@ -27,9 +27,10 @@ def command(
     from kvsnap.kvstore.inspect import find_pinnable
 
     seconds = units.parse_time(time) if time is not None else None
-    tenant = tenant_id(read_tenant(tenant_key_file))
+    key = read_tenant(tenant_key_file)
+    tenant = tenant_id(key)
     with app.store() as store:
-        found = [find_pinnable(store, tenant, name) for name in what]
+        found = [find_pinnable(store, key, name) for name in what]
         for item in found:
             if isinstance(item, bytes):
                 store.pins.pin_block(item, seconds)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvsnap.cli.inputs import read_tenant, sign_option, tenant_option
+from kvsnap.cli.inputs import encrypt_option, read_tenant, sign_option, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.remote import REMOTE_HELP, remote_argument
 
@@ -24,6 +24,7 @@ Examples:
 @remote_argument
 @click.option("--force", is_flag=True, help="Also over a session of other or more tokens there.")
 @sign_option
+@encrypt_option
 @click.option("--dry-run", is_flag=True, help="Show what would move; write nothing.")
 @tenant_option
 @click.pass_obj
@@ -33,6 +34,7 @@ def command(
     remote: str | None,
     force: bool,
     sign: bool,
+    encrypt: bool,
     dry_run: bool,
     tenant_key_file: Path | None,
 ) -> None:
@@ -47,5 +49,7 @@ def command(
     require_session(session, remote)
     tenant = read_tenant(tenant_key_file)
     with opened(remote) as there:
-        done = push_session(app, there, session, tenant, force=force, sign=sign, dry_run=dry_run)
+        done = push_session(
+            app, there, session, tenant, force=force, sign=sign, encrypt=encrypt, dry_run=dry_run
+        )
     tell(app.out, done, "push", "pushed", "to")

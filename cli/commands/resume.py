@@ -108,7 +108,15 @@ def command(
     tokens = count_all_tokens(
         app, options["model"], session, tenant, source, options["engine"], read_through=True
     )
-    loaded = Loaded(app, options, tokens + max_tokens, session, tenant, read_through=True)
+    loaded = Loaded(
+        app,
+        options,
+        tokens + max_tokens,
+        session,
+        tenant,
+        read_through=True,
+        saves=not no_save,
+    )
     record: SessionRecord | None = None
     try:
         if session is not None:

@@ -23,17 +23,20 @@ def command(
 ) -> None:
     """Remove sessions. Their blocks stay: others may share them; gc removes what nobody needs."""
     from kvsnap.formats.tenant import tenant_id
+    from kvsnap.kvstore.keyring import Keyring
 
     if any(map(is_url, sessions)):
         raise UsageError(
             "a remote stands among the sessions", "kvsnap rm SESSION --remote URL removes it there"
         )
-    tenant = tenant_id(read_tenant(tenant_key_file))
+    key = read_tenant(tenant_key_file)
+    tenant, keys = tenant_id(key), Keyring()
+    keys.add(key)
     if remote is not None:
         from kvsnap.kvstore.sharing.remove import remove
 
         with opened(remote) as there:
-            _tell(app, sessions, remove(there, tenant, sessions), f" from {there.url}")
+            _tell(app, sessions, remove(there, keys, tenant, sessions), f" from {there.url}")
         return
     with app.store() as store:
         for name in sessions:  # all or nothing: a typo must not remove half of what was meant

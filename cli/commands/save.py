@@ -41,6 +41,12 @@ Examples:
     help="Take the smallest lossy codec whose KL on this session's own tokens exceeds the engine's"
     " floor by at most X; exact where none does.",
 )
+@click.option(
+    "--encrypt",
+    is_flag=True,
+    help="Make the store an encrypted one, for good: what is saved from now on is sealed by the"
+    " tenant's key.",
+)
 @click.option("--pin", is_flag=True, help="Mark the session as one to keep.")
 @store_options
 @engine_options
@@ -54,6 +60,7 @@ def command(
     token_ids: Path | None,
     session: str | None,
     max_kl: float | None,
+    encrypt: bool,
     pin: bool,
     tenant_key_file: Path | None,
     **options: Any,
@@ -74,6 +81,11 @@ def command(
             "give one of --prompt, --prompt-file, --messages, --token-ids",
         )
     tenant = read_tenant(tenant_key_file)
+    if encrypt and tenant is None:
+        raise UsageError(
+            "--encrypt needs a tenant key", "give --tenant-key-file; kvsnap keygen makes one"
+        )
+    app.encrypt = encrypt
     if pin and session is None:
         raise UsageError("--pin keeps a session, and none is named", "add --session NAME")
     if max_kl is not None and not max_kl >= 0:  # NaN passes click's range
@@ -82,7 +94,7 @@ def command(
         raise UsageError("--max-kl chooses the codec", "give --max-kl or --codec, not both")
     require_engine(options["engine"])
     tokens = count_tokens(options["model"], source, options["engine"])
-    loaded = Loaded(app, options, tokens, session, tenant, read_through=True)
+    loaded = Loaded(app, options, tokens, session, tenant, read_through=True, saves=True)
     try:
         made = new_prompt(loaded.engine, source, answer=False)
         by_kl = max_kl is not None

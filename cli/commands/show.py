@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvsnap.cli import units
+from kvsnap.cli.foreign import printable
 from kvsnap.cli.inputs import read_tenant, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.formats.errors import NotFound, UsageError
@@ -40,16 +41,17 @@ def command(
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.inspect import describe_block, describe_session
 
+    tenant = read_tenant(tenant_key_file)
     if tree:
-        _tree(app, what, limit, tenant_id(read_tenant(tenant_key_file)))
+        _tree(app, what, limit, tenant)
         return
     if what is None:
         raise UsageError("there is nothing to show", "name a session or block, or add --tree")
     with app.store() as store:
         try:
-            found = describe_session(store, tenant_id(read_tenant(tenant_key_file)), what)
+            found = describe_session(store, tenant_id(tenant), what)
         except NotFound:
-            found = describe_block(store, what)
+            found = describe_block(store, what, tenant)
     if app.out.as_json:
         app.out.json(found)
     elif "session" in found:
@@ -58,14 +60,14 @@ def command(
         _block(app, found)
 
 
-def _tree(app: App, what: str | None, limit: int, tenant: str) -> None:
+def _tree(app: App, what: str | None, limit: int, tenant: Any) -> None:
     from kvsnap.cli.draw_tree import draw
     from kvsnap.kvstore.tree import Tree, deepest_block, read_tree
 
     with app.store() as store:
         block = deepest_block(store, tenant, what) if what is not None else None
         empty = what is not None and block is None
-        tree = Tree((), 0) if empty else read_tree(store, limit, block)
+        tree = Tree((), 0) if empty else read_tree(store, limit, block, tenant)
     if app.out.as_json:
         app.out.json(dataclasses.asdict(tree))
     for line in draw(tree):
@@ -88,6 +90,13 @@ def _max_kl(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _session(app: App, found: dict[str, Any]) -> None:
     identity, notes = found["identity"], found["notes"]
+    model, architecture = str(notes.get("model", "")), str(identity.get("architecture", ""))
+    types = identity.get("kv_types")
+    kv = (
+        sorted(f"{group} {name}" for group, name in types.items())
+        if isinstance(types, dict)
+        else []
+    )
     there = sum(block["stored"] for block in found["blocks"])
     bytes_of_blocks = sum(block["bytes"] for block in found["blocks"])
     where = "its state checkpoint" if found["state"] else "its own file"
@@ -95,8 +104,8 @@ def _session(app: App, found: dict[str, Any]) -> None:
         app,
         [
             ("session", f"{found['session']} (revision {found['revision']})"),
-            ("model", f"{notes.get('model', '')} ({identity.get('architecture', '')})"),
-            ("kv", ", ".join(f"{k} {v}" for k, v in sorted(identity.get("kv_types", {}).items()))),
+            ("model", f"{printable(model)} ({printable(architecture)})"),
+            ("kv", printable(", ".join(kv), 300)),
             (
                 "tokens",
                 f"{found['tokens']}, of which the last {found['tail_tokens']} in {where}",
@@ -109,9 +118,15 @@ def _session(app: App, found: dict[str, Any]) -> None:
             ("pinned", "yes" if found["pinned"] else "no"),
         ],
     )
-    for message in notes.get("messages", []):
+    for message in _tables(notes.get("messages")):
         text = " ".join(str(message.get("content", "")).split())
-        app.out.text(f"  {message.get('role', ''):10}{text[:66]}{'…' if len(text) > 66 else ''}")
+        role = printable(str(message.get("role", "")), 20)
+        app.out.text(f"  {role:10}{text[:66]}{'…' if len(text) > 66 else ''}")
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """Notes are any JSON: of what should be a list of tables, the tables."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _state(state: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -140,6 +140,7 @@ def command(
     if app.out.as_json:
         app.out.json([dataclasses.asdict(row) for row in rows])
     app.out.text(_summary(rows[0], made))
+    app.out.text()
     if replicas > 1:
         _side_by_side(app, rows)
     else:
@@ -192,7 +193,7 @@ def _summary(row: Row, workload: Workload) -> str:
     return (
         f"{row.workload}: {units.count(row.requests, 'request')}, {row.prompt_tokens} tokens;"
         f" {row.blocks_asked} blocks of {row.block_size} tokens asked for, {row.distinct_blocks}"
-        " of them distinct\n"
+        " of them distinct"
     )
 
 
@@ -231,8 +232,9 @@ def _side_by_side(app: App, rows: Sequence[Row]) -> None:
             for line in lines.values()
         ],
     )
+    app.out.text()
     app.out.text(
-        f"\nblocks hit, by routing; capacity of each of {rows[0].replicas} replicas; load: tokens of"
+        f"blocks hit, by routing; capacity of each of {rows[0].replicas} replicas; load: tokens of"
         " the busiest replica, divided by the mean"
     )
 

@@ -19,9 +19,10 @@ def command(app: App, what: tuple[str, ...], tenant_key_file: Path | None) -> No
     from kvsnap.formats.tenant import tenant_id
     from kvsnap.kvstore.inspect import find_pinnable
 
-    tenant = tenant_id(read_tenant(tenant_key_file))
+    key = read_tenant(tenant_key_file)
+    tenant = tenant_id(key)
     with app.store() as store:
-        found = [find_pinnable(store, tenant, name) for name in what]
+        found = [find_pinnable(store, key, name) for name in what]
         for item in found:  # all or nothing: a typo must not let go of half of what was meant
             store.pins.require(tenant, item)
         for item in found:

@@ -33,7 +33,8 @@ def command(
 ) -> int:
     """Check every file of the store, or SESSION and its blocks. Nothing is changed.
 
-    With REMOTE, which may stand alone: what is there. Exit code 1 if anything is bad. A bad block is
+    With a tenant's key its own files; without one all, as far as can be told without the keys. With
+    REMOTE, which may stand alone: what is there. Exit code 1 if anything is bad. A bad block is
     computed again and replaced by the next save of its prompt; in a remote by push --force.
     """
     if session is not None and remote is None and is_url(session):
@@ -59,7 +60,8 @@ def command(
         app.out.json(found)
     else:
         for bad in report.bad:
-            app.out.text(f"bad  {bad.path}\n     {bad.reason}")
+            app.out.text(f"bad  {bad.path}")
+            app.out.text(f"     {printable(bad.reason, 300)}")
         summary = f"{units.count(report.checked, 'file')} checked, {len(report.bad)} bad"
         if report.evicted:
             count = units.count(len(report.evicted), "block")
@@ -76,20 +78,24 @@ def _verify_remote(app: App, session: str | None, url: str, tenant: Any) -> int:
     from kvsnap.cli.progress import in_turn
     from kvsnap.kvstore.sharing.verify_remote import verify_remote
 
+    with app.store() as store:
+        trust = store.trust
     with opened(url) as remote, in_turn(app.out, {"verify": "verify"}, "files") as step:
         report = verify_remote(
             remote,
             name=session,
             tenant=tenant,
+            trust=trust,
             progress=lambda done, total: step("verify", done, total),
         )
     if app.out.as_json:
         found = dataclasses.asdict(report)
-        del found["evicted"]  # what a remote once had, nobody knows
+        del found["evicted"], found["sealed"]  # what a remote once had, nobody knows
         app.out.json(found)
         return 1 if report.bad else 0
     for bad in report.bad:
-        app.out.text(f"bad  {printable(bad.path, 200)}\n     {printable(bad.reason, 300)}")
+        app.out.text(f"bad  {printable(bad.path, 200)}")
+        app.out.text(f"     {printable(bad.reason, 300)}")
     app.out.text(f"{units.count(report.checked, 'file')} checked, {len(report.bad)} bad")
     if not report.checked:
         app.out.warn(f"there is nothing in {printable(remote.url, 200)}: is that the right place?")

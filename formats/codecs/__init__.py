@@ -26,6 +26,8 @@ CODECS = {
 }
 DEFAULT_CODEC = "zstd"
 ENTRY_POINTS = "kvsnap.codecs"
+MAX_TEXT = 1024
+"""Characters of a codec's text. Files say it, and what `get_codec` found stays in memory."""
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_codecs", "lossless"]
 
@@ -34,6 +36,8 @@ __all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_co
 def get_codec(text: str) -> Codec:
     """The codec that an id, an id with parameters or a fidelity names; `Unsupported` names the id
     and the known ones, the version, or the parameter that is wrong."""
+    if len(text) > MAX_TEXT:
+        raise Unsupported(f"codec {reprlib.repr(text)} is not known: its text is too long")
     head, *pairs = text.split(";")
     codec_id, at, version = head.partition("@")
     kind = _class_of(codec_id)

@@ -78,8 +78,9 @@ class Engine(ABC):
         """What is not for several threads at once: the same object for all adapters of a context."""
         return self
 
-    holder: tuple[str, str] | None = None
-    """(tenant id, session) that was resumed into the engine last: only that one may be saved."""
+    holder: tuple[str, str | None] | None = None
+    """(tenant id, session; None for one without a name) that was resumed into the engine last: only
+    that one may be saved, and only its tenant goes on from what the engine holds."""
 
     marks: tuple[LossyRows, ...] = ()
     """What was restored with loss: such rows must never be stored as exact ones."""

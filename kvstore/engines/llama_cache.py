@@ -18,14 +18,16 @@ import numpy as np
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvsnap.engines.llama_cache_hooks import HeldState, LlamaHooks, hooks_of
+from kvsnap.engines.llama_cache_tenant import TenantOf, Tenants
 from kvsnap.engines.llamacpp import LlamaCpp
 from kvsnap.formats.errors import EngineError, KvsnapError, UsageError
 from kvsnap.formats.names import TokenIds, common_prefix, token_array
-from kvsnap.formats.tenant import Tenant
+from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.explain.dry_match import dry_match
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.whose_engine import holds_another_tenants
 
 logger = logging.getLogger("kvsnap")
 
@@ -41,6 +43,10 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
     Nothing that goes wrong with the store stops a completion: it is logged once as a warning, to
     the logger `kvsnap`, and again after it went well in between.
 
+    With a callback for `tenant` it is asked once a request, in the thread that serves it: a server of
+    many tenants answers for each, and None where nothing is to be kept. When the tenant changes the
+    live context is let go of: that a prompt is there at once would tell that somebody else asked it.
+
     Like its Llama, not for several threads at once. Any number of caches may share one store.
     """
 
@@ -52,11 +58,12 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
         store: Store,
         llm: llama_cpp.Llama,
         *,
-        tenant: Tenant | None = None,
+        tenant: Tenant | TenantOf | None = None,
         codec: str | None = None,
     ) -> None:
         """`codec` as in `Session`. Reads the model's file once, for its digest. Raises
-        `Unsupported` for models that the adapter refuses."""
+        `Unsupported` for models that the adapter refuses, and `UsageError` for a callback's tenants in
+        a store that is not encrypted."""
         if not isinstance(llm, llama_cpp.Llama):
             raise UsageError(
                 "a LlamaCache needs its Llama: token ids do not tell models apart",
@@ -69,7 +76,12 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
             )
         super().__init__(store.budget.capacity or sys.maxsize)
         self.store = store
-        self._tenant, self._codec = tenant, codec
+        self._tenants, self._codec = Tenants(tenant), codec
+        if self._tenants.several and not store.encrypt:
+            raise UsageError(
+                "a store that tenants share must be encrypted: each could read the others' files",
+                "kvsnap.Store(path, encrypt=True)",
+            )
         self._engine = _WeaklyHeld(llm)
         self.hooks: LlamaHooks = hooks_of(llm)
         self._failing: set[str] = set()
@@ -85,6 +97,9 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
     def __getitem__(self, key: Sequence[int]) -> HeldState:
         """Put the longest stored prefix of `key` into the Llama, where the store has more of it
         than the live context. The result says what the Llama holds now; `KeyError` is nothing."""
+        if not self._turn_to_tenant():
+            self._nothing_reused(key, "the look-up failed: see the log")
+            raise KeyError(self.report.stopped_by)
         if self.hooks.whole_prompt:
             self._nothing_reused(key, "log probabilities of the whole prompt were asked for")
             raise KeyError(self.report.stopped_by)
@@ -98,10 +113,13 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
 
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether the live context or the store has a prefix of `key`; nothing is restored."""
-        ids = token_array(key)
-        if common_prefix(self._engine.token_ids(), ids):
+        ids, (tenant, known) = token_array(key), self._tenants.ask()
+        if not known:
+            return False
+        held = self._engine.token_ids() if self._is_served(tenant, known) else token_array([])
+        if common_prefix(held, ids):
             return True
-        return dry_match(self._new_session(), ids).tokens > 0
+        return dry_match(self._session_of(tenant), ids).tokens > 0
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
         """Store the filled blocks that the Llama holds. `value` must be its state, as `save_state`
@@ -111,7 +129,8 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
                 "this state is not what the Llama of this LlamaCache holds",
                 "make a LlamaCache for each Llama, and give it no states by hand",
             )
-        self._try("store a completion", self._store)
+        if self._tenants.known:
+            self._try("store a completion", self._store)
 
     def save(self) -> SaveReport:
         """Store the filled blocks that the Llama holds now; when this returns they survive a power
@@ -121,6 +140,7 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
 
     def load(self, state: HeldState) -> None:
         """`llm.load_state` for a state of this cache: what is stored of it is restored."""
+        self._refuse_unknown_tenant()
         self._resume(token_array(state.input_ids), leave=0)
 
     def _nothing_reused(self, key: Sequence[int], why: str) -> None:
@@ -130,16 +150,45 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
 
     def _new_session(self) -> Session:
         """For each prompt (0.3 ms): it notices a model file that changed under the engine."""
-        return Session(self.store, self._engine, tenant=self._tenant, codec=self._codec)
+        return self._session_of(self._tenants.now)
+
+    def _session_of(self, tenant: Tenant | None) -> Session:
+        return Session(self.store, self._engine, tenant=tenant, codec=self._codec)
+
+    def _open_session(self, tenant: Tenant | None) -> None:
+        self._session = self._session_of(tenant)
+
+    def _is_served(self, tenant: Tenant | None, known: bool) -> bool:
+        """Whether the context is of this very tenant."""
+        same = known and self._tenants.known and tenant == self._tenants.now
+        return same and not holds_another_tenants(self._engine, tenant_id(tenant))
+
+    def _turn_to_tenant(self) -> bool:
+        """Begin a request; whether it can be served from its tenant's blocks. What the context holds of
+        another one is stored for that one and let go of, before anything of it can be reused: also by
+        the library, which goes on from the context where nothing is found here."""
+        tenant, known = self._tenants.ask()
+        if not self._is_served(tenant, known):
+            if self._is_served(self._tenants.now, True):
+                self._try("look up a prompt", lambda: self._store_untried(token_array([])))
+            self._engine.truncate(0)
+            self._tried = token_array([])
+            known = known and self._try("look up a prompt", lambda: self._open_session(tenant))
+            self._engine.holder = (tenant_id(tenant) if known else "", None)
+            self._tenants.turn_to(tenant, known)
+        return known
 
     def _look_up(self, key: Sequence[int]) -> None:
-        """What the prompt overwrites and nobody tried to store is stored before: of a completion
-        that did not come to its end. In the common case there is none."""
+        self._store_untried(token_array(key))
+        self._resume(key, leave=1)
+
+    def _store_untried(self, kept: TokenIds) -> None:
+        """What is overwritten, all but the front that is `kept`, and nobody tried to store is stored
+        before: of a completion that did not come to its end. In the common case there is none."""
         held, size = self._engine.token_ids(), self.store.block_size
         filled = len(held) // size * size
-        if max(common_prefix(held, token_array(key)), common_prefix(held, self._tried)) < filled:
+        if max(common_prefix(held, kept), common_prefix(held, self._tried)) < filled:
             self._try("store a completion", self._store)
-        self._resume(key, leave=1)
 
     def _resume(self, token_ids: Sequence[int] | TokenIds, leave: int) -> None:
         ids, llm = token_array(token_ids), self._engine.llm
@@ -186,7 +235,15 @@ class LlamaCache(BaseLlamaCache):  # type: ignore[misc]
         self._session.put_filled()
         self.store.index.write_notes(wait=False)
 
+    def _refuse_unknown_tenant(self) -> None:
+        if not self._tenants.known:
+            raise UsageError(
+                "whose request the Llama serves cannot be told: nothing is stored or restored",
+                "look for what the tenant callback did, in the log",
+            )
+
     def _refuse_foreign_rows(self) -> None:
+        self._refuse_unknown_tenant()
         if self.hooks.holds_foreign_rows(self._engine.token_ids()):
             raise EngineError(
                 "the Llama goes on from a state that it did not save itself: nothing is stored",

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsnap.engines.llama_cache import LlamaCache
+from kvsnap.engines.llama_cache_tenant import TenantOf
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.errors import KvsnapError, NotFound, Unsupported, UsageError
-from kvsnap.formats.tenant import Tenant, parse_key
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.place import write_settings
 from kvsnap.kvstore.remotes import default_url
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.tenant_key import find_tenant
 
 logger = logging.getLogger("kvsnap")
 
@@ -32,11 +34,15 @@ def create_app(
     model_settings: Any = None,
     *,
     store: Store | None = None,
-    tenant: Tenant | None = None,
+    tenant: Tenant | TenantOf | None = None,
     codec: str | None = None,
 ) -> Any:
     """`llama_cpp.server.app.create_app` with its arguments, and `store`: by default KVSNAP_STORE or
     the user's cache folder. Also for `uvicorn --factory kvsnap.llama_server:create_app`.
+
+    `tenant`: a key for all requests, or a callback as `LlamaCache` takes it; by default the key of the
+    environment, if there is one. Nothing that a client sends has a say in it: whoever serves several
+    tenants has the callback ask what authenticated the request.
 
     Where a model's settings ask for a cache of the library's own, this one takes its place. A model
     that kvsnap refuses is served as without kvsnap, and a warning says why.
@@ -45,13 +51,14 @@ def create_app(
 
     if codec is not None:
         get_codec(codec)  # a wrong name is no refusal of a model
+    served = tenant if tenant is not None else find_tenant()
     app = server.create_app(settings, server_settings, model_settings)
     proxy = server._llama_proxy
     kept = store if store is not None else Store()
 
     def with_cache(llm: Any) -> Any:
         try:
-            llm.set_cache(LlamaCache(kept, llm, tenant=tenant, codec=codec))
+            llm.set_cache(LlamaCache(kept, llm, tenant=served, codec=codec))
         except Unsupported as refusal:
             logger.warning("kvsnap: nothing is kept of %s: %s", llm.model_path, refusal)
         return llm
@@ -86,7 +93,7 @@ def _serve(arguments: Sequence[str] | None) -> None:
     _show_reuse()
     server, models = _settings(options)
     _check_models(models)
-    tenant = _tenant(options.kvsnap_tenant_key_file)
+    tenant = find_tenant(options.kvsnap_tenant_key_file, "--kvsnap-tenant-key-file")
     remote = options.kvsnap_remote or default_url()
     with Store(
         options.kvsnap_store,
@@ -134,7 +141,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     ours.add_argument("--kvsnap-codec", metavar="CODEC", help="default: zstd, without loss")
     ours.add_argument(
-        "--kvsnap-tenant-key-file", metavar="F", type=Path, help="32 bytes, or 64 hex characters"
+        "--kvsnap-tenant-key-file",
+        metavar="F",
+        type=Path,
+        help="32 bytes, or 64 hex characters; KVSNAP_TENANT_KEY_FILE, KVSNAP_TENANT_KEY",
     )
     add_args_from_model(parser, Settings)
     parser.add_argument("--config_file", help="Path to a config file to load.")
@@ -180,12 +190,3 @@ def _json_of(path: Path) -> str:
         return json.dumps(safe_load(path.read_text()))
     except YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
-
-
-def _tenant(path: Path | None) -> Tenant | None:
-    if path is None:
-        return None
-    try:
-        return parse_key(path.read_bytes())
-    except OSError as error:
-        raise NotFound(f"tenant key file {path}: {error.strerror}", "check the path") from error

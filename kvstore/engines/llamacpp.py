@@ -115,11 +115,11 @@ class LlamaCpp(LlamaText):
         return self.llm
 
     @property
-    def holder(self) -> tuple[str, str] | None:
+    def holder(self) -> tuple[str, str | None] | None:
         return getattr(self.llm, "_kvsnap_holder", None)
 
     @holder.setter
-    def holder(self, value: tuple[str, str] | None) -> None:
+    def holder(self, value: tuple[str, str | None] | None) -> None:
         self.llm._kvsnap_holder = value  # adapters come and go; the context is what is shared
 
     @property

@@ -168,11 +168,11 @@ class Transformers(TransformersText):
         return [number for group in groups for number in group.numbers]
 
     @property
-    def holder(self) -> tuple[str, str] | None:
+    def holder(self) -> tuple[str, str | None] | None:
         return getattr(self.cache, "_kvsnap_holder", None)
 
     @holder.setter
-    def holder(self, value: tuple[str, str] | None) -> None:
+    def holder(self, value: tuple[str, str | None] | None) -> None:
         self.cache._kvsnap_holder = value  # adapters come and go; the cache is what is shared
 
     @property

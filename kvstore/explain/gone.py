@@ -116,9 +116,8 @@ def _candidates(session: Session, found: Found, depth: int) -> Iterator[SessionR
     store = session.store
     listed = [
         (facts.last not in wanted, -status.st_mtime_ns, path)
-        for path, status, facts in store.listing.refresh()
-        if path.parent.name == session.tenant_id
-        and (
+        for path, status, facts in store.listing.refresh(session.tenant_id)
+        if (
             (has_states and facts.tokens > found.tokens)
             or (facts.blocks > depth and not store.index.is_reachable(bytes.fromhex(facts.last)))
         )

@@ -23,6 +23,8 @@ MOST_ROWS = 2**27
 all alike 30,000-fold. A block of 64 tokens of a model of 405B in f32 has 2^26."""
 MOST_STATE = 2**30
 """Of a state checkpoint's. Windows of 1,024 tokens over 52 layers of Gemma 3 27B have 436 MB."""
+MOST_SEALING = 4096
+"""What sealing adds to a file."""
 MOST_CALIBRATION = 2**28
 MOST_HEADER = 2**18
 """Of manifests, blocks and calibrations from elsewhere: JSON takes up to 25 times its size in memory."""
@@ -50,6 +52,7 @@ def longest_block(wanted: Wanted, layout: Layout) -> int:
         size = layout.size(layout.ranges_at(wanted.start, wanted.stop))
     else:
         size = layout.in_blocks.size(tokens)
+    size += MOST_SEALING
     most = MOST_STATE if wanted.extras == STATE_EXTRAS else MOST_ROWS
     return min(MOST_HEADER + size + 4 * tokens, MOST_HEADER + most)
 

@@ -15,9 +15,11 @@ from kvsnap.formats.identity import EXACT, root_behind
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, NO_CONTENT, SESSION, STATE, Item, Manifest
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session import SessionFile
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore import files
 from kvsnap.kvstore.match import sealed_states
 from kvsnap.kvstore.rebuild import read_record
+from kvsnap.kvstore.sharing.sealing import sealed_session_name, size_of_block, size_of_session
 from kvsnap.kvstore.store import Store
 
 CREATOR = "KVSNAP_CREATOR"
@@ -26,20 +28,24 @@ MOST_WORDS = 200
 _PARENTS_AT_ONCE = 200
 
 
-def manifest_of(store: Store, session: SessionFile) -> Manifest:
+def manifest_of(store: Store, session: SessionFile, tenant: Tenant | None = None) -> Manifest:
     """Of the files that are here: blocks from the front of the chain as far as they are stored, the
-    state checkpoints that stand on them and that the session's tokens pass, its calibration.
+    state checkpoints that stand on them and that the session's tokens pass, its calibration. With
+    `tenant` as a remote gets them that is sealed by its key.
 
     The caller holds a lease. Raises `Vanished` where a file goes meanwhile.
     """
     record = session.record
-    items = items_of_chain(store, record.chain)
+    items = items_of_chain(store, record.chain, tenant)
     chain = record.chain[: len(items)]
-    items += [_item(store, STATE, name) for name in states_of(store, session, chain)]
+    items += [_item(store, STATE, name, tenant) for name in states_of(store, session, chain)]
     items += _calibration(store, record.fidelity)
     size = files.file_size(store.sessions.path(record.tenant_id, record.name)) or 0
-    digest = bytes.fromhex(session.file_digest)
-    items.append(Item(SESSION, digest, 0, size, digest))
+    digest = name = bytes.fromhex(session.file_digest)
+    if tenant is not None:
+        name = sealed_session_name(tenant, digest)
+        size = size if session.sealed else size_of_session(session, size)
+    items.append(Item(SESSION, name, 0, size, digest))
     return Manifest(
         name=record.name,
         tenant_id=record.tenant_id,
@@ -51,13 +57,16 @@ def manifest_of(store: Store, session: SessionFile) -> Manifest:
         created=int(time.time()),
         creator=creator()[:MOST_WORDS],
         model=str(record.notes.get("model", ""))[:MOST_WORDS],
+        sealed=tenant is not None,
         items=tuple(items),
     )
 
 
-def items_of_chain(store: Store, chain: Sequence[bytes]) -> list[Item]:
+def items_of_chain(
+    store: Store, chain: Sequence[bytes], tenant: Tenant | None = None
+) -> list[Item]:
     """Its blocks as far as they are stored."""
-    return [_item(store, BLOCK, name) for name in chain[: store.index.depth(chain)]]
+    return [_item(store, BLOCK, name, tenant) for name in chain[: store.index.depth(chain)]]
 
 
 def creator() -> str:
@@ -72,7 +81,7 @@ def creator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _item(store: Store, kind: str, name: bytes) -> Item:
+def _item(store: Store, kind: str, name: bytes, tenant: Tenant | None) -> Item:
     try:
         found = read_record(store.place.block(name))
     except (OSError, KvsnapError) as error:
@@ -81,7 +90,8 @@ def _item(store: Store, kind: str, name: bytes) -> Item:
             f"block {name.hex()[:12]} cannot be read any more",
             "resume and save the session again: the block is computed anew",
         ) from error
-    return Item(kind, name, found.stop, found.size, found.file, found.content or NO_CONTENT)
+    size = found.size if tenant is None else size_of_block(found, tenant)
+    return Item(kind, name, found.stop, size, found.file, found.content or NO_CONTENT)
 
 
 def states_of(store: Store, session: SessionFile, chain: Sequence[bytes]) -> list[bytes]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, Unsupported, Vanished
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, SESSION, STATE, Item, Manifest
+from kvsnap.formats.sealed import is_sealed
 from kvsnap.formats.session import SessionFile
 from kvsnap.kvstore import files
+from kvsnap.kvstore.session_file import open_session
 from kvsnap.kvstore.sharing.checks import MOST_SESSION_HEADER, check_header
 from kvsnap.kvstore.store import Store
 
@@ -29,7 +31,12 @@ def read_local(store: Store, item: Item, path: Path) -> memoryview:
         buffer = files.read_whole(path)
         if item.kind in (BLOCK, STATE):
             block = store.opener.block(buffer)
-        found = block.file_digest if block is not None else check_file_digest(buffer)
+        if block is not None:
+            found = block.file_digest
+        elif item.kind == SESSION and is_sealed(buffer):
+            found = open_session(buffer, store.keys).file_digest
+        else:
+            found = check_file_digest(buffer)
     except FileNotFoundError:
         raise changed from None
     except OSError as error:

@@ -26,7 +26,7 @@ from kvsnap.formats.errors import (
     Vanished,
 )
 from kvsnap.formats.identity import EXACT, Root, layout_of
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, content_of
 from kvsnap.formats.names import ZERO_PARENT
 from kvsnap.formats.session_name import check_session_name
 from kvsnap.formats.tenant import Tenant
@@ -193,7 +193,7 @@ def _fetch(
         if cut and item.kind == BLOCK:
             return Damaged(_NO_PARENT)
         try:
-            own, content = wanted[item.name], item.content.hex()
+            own, content = wanted[item.name], content_of(item)
             return fetch_block(remote, store.opener, plan.root, own, layout, content)
         except (NotFound, Damaged, Unsupported) as error:
             return error

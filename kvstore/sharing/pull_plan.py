@@ -52,11 +52,14 @@ def plan_pull(
     force: bool = False,
 ) -> PullPlan:
     """What comes. Reads the manifest and the session's file; nothing is written."""
-    manifest, _ = manifests.require(remote, tenant_id(tenant), name)
+    store.keys.add(tenant)
+    found = manifests.require(remote, store.keys, tenant_id(tenant), name)
+    manifest = found.manifest
+    assert manifest is not None
     if store.trust is not None:
         store.trust.check_manifest(manifest, remote.url)
     try:
-        session, data = manifests.session_of(remote, manifest)
+        session, data = manifests.session_of(remote, store.keys, manifest)
     except (Damaged, NotFound) as error:
         raise Damaged(
             f"session {name!r} in {remote.url} cannot be used: {error.what}",

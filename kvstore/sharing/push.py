@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvsnap.formats.container import described_size
+from kvsnap.formats.container import described_size, joined
 from kvsnap.formats.errors import (
     Damaged,
     Diverged,
@@ -31,6 +31,7 @@ from kvsnap.formats.manifest import (
     pack_manifest,
 )
 from kvsnap.formats.session import SessionFile
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
@@ -43,6 +44,8 @@ from kvsnap.kvstore.sharing.push_plan import (
     plan_push,
     unsigned_there,
 )
+from kvsnap.kvstore.sharing.sealing import seal_manifest, sealed_item
+from kvsnap.kvstore.sharing.shared import refuse_sharing
 from kvsnap.kvstore.sharing.sweep_mark import wait_for_sweep
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
 from kvsnap.kvstore.signing import sign_blocks, sign_session
@@ -79,6 +82,7 @@ def push(
     known: Container[bytes] = (),
     dry_run: bool = False,
     sign: bool = False,
+    encrypt: bool = False,
     show: Callable[[PushPlan], None] = lambda plan: None,
     progress: Progress = lambda done, total: None,
 ) -> PushReport:
@@ -93,6 +97,10 @@ def push(
     `sign` (a store with a trust list always does): what nobody trusted signed is signed here first,
     the session as its next revision; a block that is there counts only if it holds these rows and a
     trusted key signed them.
+
+    `encrypt` (an encrypted store always does): all goes there sealed by the tenant's key, and what is
+    there unsealed is replaced. Raises `UsageError` where the key is not at hand, and where other
+    tenants' sessions are in the remote and this would go there for all to read.
     """
     started = time.monotonic()
     if not remote.abilities.write:
@@ -101,6 +109,7 @@ def push(
         )
 
     trust = store.trust or (Trust({}) if sign else None)
+    tenant = store.keys.require(tenant_id) if encrypt or store.encrypt else None
 
     def once() -> PushReport:
         with store.holds.lease() as lease:
@@ -109,9 +118,15 @@ def push(
             if trust is not None and not dry_run:
                 session = _sign(store, session, trust)
             check_notes(store, session)
-            plan = plan_push(store, remote, session, force=force, known=known, trust=trust)
+            plan = plan_push(
+                store, remote, session, force=force, known=known, trust=trust, tenant=tenant
+            )
+            if trust is not None and not dry_run:
+                plan = replace(plan, manifest=plan.manifest.sign(trust.key))
+            if tenant is None and plan.replaces is None:
+                refuse_sharing(remote, tenant_id)
             show(plan)
-            moved = [] if dry_run else _apply(store, remote, plan, progress)
+            moved = [] if dry_run else _apply(store, remote, plan, session, tenant, progress)
             planned = plan.missing if dry_run else moved
             return PushReport(
                 session=name,
@@ -176,20 +191,29 @@ def _sign(store: Store, session: SessionFile, trust: Trust) -> SessionFile:
     return session
 
 
-def _apply(store: Store, remote: Remote, plan: PushPlan, progress: Progress) -> Sequence[Item]:
+def _apply(
+    store: Store,
+    remote: Remote,
+    plan: PushPlan,
+    session: SessionFile,
+    tenant: Tenant | None,
+    progress: Progress,
+) -> Sequence[Item]:
     manifest, total, done = plan.manifest, plan.bytes, 0
     progress(0, total)
 
     def send(item: Item) -> None:
-        path = path_of(store, manifest, item)
-        remote.put(manifest.item_key(item), read_local(store, item, path))
+        data = read_local(store, item, path_of(store, manifest, item))
+        if tenant is not None:
+            data = joined(sealed_item(item, data, session, tenant))
+        remote.put(manifest.item_key(item), data)
 
     at_once = 1 if remote.abilities.in_turn else AT_ONCE
     for item, _ in in_order(send, plan.missing, at_once):
         done += item.size
         progress(done, total)
     if not plan.unchanged:
-        _put_manifest(remote, plan)
+        _put_manifest(remote, plan, tenant)
     moved = {item.name: item for item in plan.missing}
     wait_for_sweep(remote)
     lacking = _not_there(remote, manifest, manifest.items)
@@ -203,14 +227,18 @@ def _apply(store: Store, remote: Remote, plan: PushPlan, progress: Progress) -> 
     return list(moved.values())
 
 
-def _put_manifest(remote: Remote, plan: PushPlan) -> None:
-    data = b"".join(map(bytes, pack_manifest(plan.manifest).buffers))
-    check_header(memoryview(data))
+def _put_manifest(remote: Remote, plan: PushPlan, tenant: Tenant | None) -> None:
+    manifest = plan.manifest
+    packed = pack_manifest(manifest) if tenant is None else seal_manifest(manifest, tenant)
+    data = joined(packed)
+    check_header(data)
     replaces = plan.replaces
     if replaces == "":
-        remote.delete(plan.manifest.key)
+        remote.delete(plan.key)
         replaces = None
-    if not remote.replace(plan.manifest.key, data, replaces):
+    if plan.instead:
+        remote.delete(plan.instead)
+    if not remote.replace(plan.key, data, replaces):
         raise Diverged(
             f"somebody else pushed {plan.manifest.name!r} to {plan.url} meanwhile",
             "push again: what moved stays there",

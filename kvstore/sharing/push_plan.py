@@ -7,13 +7,16 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from kvsnap.formats.errors import Damaged, Diverged, NotFound
-from kvsnap.formats.manifest import BLOCK, STATE, Item, Manifest, block_key
+from kvsnap.formats.manifest import BLOCK, STATE, Item, Manifest, block_key, manifest_key
 from kvsnap.formats.session import SessionFile
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.contents import manifest_of
 from kvsnap.kvstore.sharing.lineage import is_ahead, why_not_newer
+from kvsnap.kvstore.sharing.sealing import sealed_manifest_key
 from kvsnap.kvstore.sharing.signed_there import is_signed_there
 from kvsnap.kvstore.sharing.transfer import AT_ONCE, in_order
 from kvsnap.kvstore.store import Store
@@ -24,11 +27,14 @@ from kvsnap.kvstore.trust import Trust
 class PushPlan:
     """`missing` of the manifest's files move. `replaces`: the version of the remote's manifest that
     the new one may replace, None where there is none, empty where something stands there that cannot
-    even be read; `unchanged`: it names all this already."""
+    even be read; `unchanged`: it names all this already. `instead`: where a plain manifest stands that
+    the sealed one at `key` takes the place of, or the other way round; empty for none."""
 
     url: str
     manifest: Manifest
     missing: tuple[Item, ...]
+    key: str
+    instead: str
     replaces: str | None
     unchanged: bool
     blocks: int
@@ -56,35 +62,41 @@ def plan_push(
     force: bool = False,
     known: Container[bytes] = (),
     trust: Trust | None = None,
+    tenant: Tenant | None = None,
 ) -> PushPlan:
-    """What moves, and with `trust` is signed. Nothing is written, here or there."""
+    """What moves, with `trust` compared with signatures, with `tenant` as sealed files. Nothing is written, here or
+    there."""
     record = session.record
-    manifest = here = manifest_of(store, session)
-    there = manifests.find(remote, record.tenant_id, record.name)
+    manifest = here = manifest_of(store, session, tenant)
+    there = manifests.find(remote, store.keys, record.tenant_id, record.name)
     old = there.manifest if there is not None else None
     if old is not None:
-        if not (force or old.session.name == manifest.session.name or old.session.name in known):
-            _check_goes_on(remote, old, session)
+        if not (force or old.session.file == manifest.session.file or old.session.file in known):
+            _check_goes_on(remote, store.keys, old, session)
         manifest = _with_what_is_there(remote, manifest, old, session, trust)
-    named = {item.name for item in old.items} if old is not None else set[bytes]()
-    if trust is not None:
-        manifest = manifest.sign(trust.key)
-        if old is None or not trust.believes_manifest(old):
-            named = set()
+    same_form = old is not None and old.sealed == manifest.sealed
+    named = {item.name for item in old.items} if old is not None and same_form else set[bytes]()
+    if trust is not None and (old is None or not trust.believes_manifest(old)):
+        named = set()
+    key = manifest_key(record.tenant_id, record.name)
+    if tenant is not None:
+        key = sealed_manifest_key(tenant, record.name)
     return PushPlan(
         url=remote.url,
         manifest=manifest,
         missing=here.items if force else tuple(_missing(remote, manifest, trust)),
-        replaces=there.version if there is not None else None,
+        key=key,
+        replaces=there.version if there is not None and there.key == key else None,
+        instead=there.key if there is not None and there.key != key else "",
         unchanged=not force and named >= {item.name for item in manifest.items},
         blocks=len(record.chain),
     )
 
 
-def _check_goes_on(remote: Remote, old: Manifest, session: SessionFile) -> None:
+def _check_goes_on(remote: Remote, keyring: Keyring, old: Manifest, session: SessionFile) -> None:
     """Raise `Diverged` unless the session goes on from the one that is there, as a newer revision."""
     try:
-        theirs = manifests.session_of(remote, old)[0].record
+        theirs = manifests.session_of(remote, keyring, old)[0].record
     except (NotFound, Damaged):
         return  # nobody can pull it
     parting = why_not_newer(theirs, session.record)
@@ -107,7 +119,7 @@ def _with_what_is_there(
 ) -> Manifest:
     """The manifest with blocks of the same chain that went here and that the remote still has, as
     far as they are believed."""
-    if trust is not None and not trust.believes_manifest(old):
+    if (trust is not None and not trust.believes_manifest(old)) or old.sealed != manifest.sealed:
         return manifest
     blocks, theirs = manifest.of_kind(BLOCK), old.of_kind(BLOCK)
     more = []
@@ -127,6 +139,8 @@ def _missing(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[It
     that is no block are asked for one by one."""
     if trust is not None:
         return unsigned_there(remote, manifest.items, manifest.root_id, trust)
+    if manifest.sealed:
+        return unsealed_there(remote, manifest)
     lacking = {item.name for item in missing_blocks(remote, manifest.of_kind(BLOCK))}
 
     def there(item: Item) -> bool:
@@ -135,6 +149,15 @@ def _missing(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[It
     others = [item for item in manifest.items if item.kind != BLOCK]
     lacking |= {item.name for item, found in in_order(there, others) if not found}
     return [item for item in manifest.items if item.name in lacking]
+
+
+def unsealed_there(remote: Remote, manifest: Manifest) -> list[Item]:
+    """What has to move to a sealed remote: a plain file there has another length, and is replaced."""
+
+    def there(item: Item) -> bool:
+        return remote.size(manifest.item_key(item)) == item.size
+
+    return [item for item, found in in_order(there, manifest.items) if not found]
 
 
 def unsigned_there(remote: Remote, items: Sequence[Item], root_id: str, trust: Trust) -> list[Item]:

@@ -6,22 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsnap.formats.errors import NotFound
-from kvsnap.formats.manifest import manifest_key
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.base import Remote
+from kvsnap.kvstore.sharing.manifests import keys_of
 
 
-def remove(remote: Remote, tenant_id: str, names: Sequence[str]) -> int:
+def remove(remote: Remote, keyring: Keyring, tenant_id: str, names: Sequence[str]) -> int:
     """Returns the bytes freed. All or nothing: raises `NotFound` before anything is removed."""
-    keys = {name: manifest_key(tenant_id, name) for name in names}
-    freed = 0
-    for name, key in keys.items():
-        size = remote.size(key)
-        if size is None:
+    sizes = dict[str, int]()
+    for name in names:
+        there = {key: remote.size(key) for key in keys_of(keyring, tenant_id, name)}
+        found = {key: size for key, size in there.items() if size is not None}
+        if not found:
             raise NotFound(
                 f"no session {name!r} in {remote.url}",
                 f"kvsnap ls {remote.url} shows what is there",
             )
-        freed += size
-    for key in keys.values():
+        sizes |= found
+    for key in sizes:
         remote.delete(key)
-    return freed
+    return sum(sizes.values())

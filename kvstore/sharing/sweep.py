@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.session_name import SUFFIX
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.base import Entry, Remote
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.sweep_mark import marked, remote_time
@@ -86,13 +87,13 @@ def _look(
 
 def _named(remote: Remote, refresh: Callable[[], None]) -> tuple[set[str], int]:
     named, sessions = set[str](), 0
-    for found in manifests.every(remote):
-        if found.manifest is None:
+    for found in manifests.every(remote, Keyring()):
+        if found.problem:
             raise Damaged(
                 f"{remote.url} has a damaged manifest, {found.key}: {found.problem}",
                 "push that session again, or remove the manifest; its blocks are kept until then",
             )
-        named.update(map(found.manifest.item_key, found.manifest.items))
+        named.update(found.named)
         sessions += 1
         refresh()
     return named, sessions

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from kvsnap.formats.codecs.calibration import register
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Unsupported, UsageError
 from kvsnap.formats.identity import layout_of
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
+from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest, content_of
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.sharing import manifests
@@ -30,19 +31,23 @@ def verify_remote(
     trust: Trust | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> VerifyReport:
-    """One session, or all of them; a block that several share is read once. Sessions of other
-    tenants' keys are counted as unreachable, not as bad. With `trust`, what no trusted key signed is
+    """One session, or all of them: with a tenant's key all of its own. A block that several share is
+    read once. Without a key sessions of tenants are counted as unreachable, not as bad. With `trust`, what no trusted key signed is
     bad. Raises `NotFound`, `RemoteError`."""
-    report = VerifyReport()
+    report, keys = VerifyReport(), Keyring()
+    keys.add(tenant)
     if name is None:
-        pushed = list(manifests.every(remote))
+        own = tenant.tenant_id if tenant is not None else None
+        pushed = list(manifests.every(remote, keys, own))
     else:
-        manifest, version = manifests.require(remote, tenant_id(tenant), name)
-        pushed = [manifests.Pushed(manifest.key, version, manifest)]
-    checked, opener = set[bytes](), Opener(trust)
+        pushed = [manifests.require(remote, keys, tenant_id(tenant), name)]
+    checked, opener = set[bytes](), Opener(trust, keys=keys)
     total, done = sum(len(one.manifest.items) for one in pushed if one.manifest), 0
     for one in pushed:
         report.checked += 1
+        if one.sealed:
+            report.unreachable.append(f"{one.key}: {NO_KEY}")
+            continue
         if one.manifest is None:
             report.bad.append(Bad(one.key, one.key, one.problem))
             continue
@@ -73,7 +78,7 @@ def _session(
     report: VerifyReport,
 ) -> Iterator[tuple[Item, KvsnapError | None]]:
     """Each of its files that was not `checked` yet, and what is wrong with it."""
-    session, _ = manifests.session_of(remote, manifest)
+    session, _ = manifests.session_of(remote, opener.keys, manifest)
     report.checked += 1
     root = root_of_session(session, tenant)
     check_names(manifest, session, root)
@@ -84,7 +89,7 @@ def _session(
             if item.kind == CALIBRATION:
                 register(fetch_calibration(remote, manifest, item))
             else:
-                fetch_block(remote, opener, root, wanted[item.name], layout, item.content.hex())
+                fetch_block(remote, opener, root, wanted[item.name], layout, content_of(item))
         except (NotFound, Damaged, Unsupported) as error:
             return error
         return None

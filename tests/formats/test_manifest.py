@@ -126,7 +126,7 @@ def test_every_item_has_a_key_that_a_remote_takes() -> None:
     assert keys[3] == f"calibrations/{'04' * 32}.safetensors"
     assert keys[4] == f"sessions/default/{'05' * 32}.safetensors"
     assert (
-        MANIFEST.key
+        manifest_key(MANIFEST.tenant_id, MANIFEST.name)
         == manifest_key("default", "alice/42")
         == "manifests/default/alice%2f42.safetensors"
     )

@@ -31,6 +31,35 @@ def test_a_session_is_not_saved_with_the_tokens_of_another(
     assert store.sessions.load("default", "alice").record.token_ids.tolist() == ALICE.tolist()
 
 
+KEYS = [None, Tenant(bytes(range(32))), Tenant(bytes(range(1, 33)))]
+
+
+@pytest.mark.parametrize("how", ["resumed", "saved", "put"])
+@pytest.mark.parametrize("name", [None, "chat"])
+@pytest.mark.parametrize("first", KEYS, ids=["no key", "A", "B"])
+def test_what_the_engine_holds_of_another_tenant_is_not_reused(
+    store: Store, first: Tenant | None, name: str | None, how: str
+) -> None:
+    """That a prompt is there at once would tell that somebody else asked it."""
+    for asker in KEYS:
+        engine = StampedEngine()
+        session = Session(store, engine, name, tenant=first)
+        if how == "resumed":
+            session.resume(ALICE)
+        engine.evaluate(ALICE[len(engine.token_ids()) :])
+        if how == "saved":
+            Session(store, engine, tenant=first).save()
+        if how == "put":
+            session.put_filled()
+        engine.positions.clear()
+        done = turn(store, engine, [*ALICE, 7], name, tenant=asker, save=False).resumed
+        found = len(ALICE) if asker == first else 0
+        assert done.reused_tokens == found
+        assert engine.positions == list(range(found, 41))
+        assert done.from_store == 0
+        engine.check_rows()
+
+
 def test_a_conversation_may_be_saved_under_a_further_name(store: Store) -> None:
     engine = StampedEngine()
     turn(store, engine, ALICE, "alice")

@@ -21,6 +21,7 @@ from kvsnap.formats.manifest import (
     STATE,
     Item,
     Manifest,
+    manifest_key,
     pack_manifest,
     parse_manifest,
 )
@@ -89,7 +90,7 @@ def test_any_manifest_comes_back(manifest: Manifest) -> None:
     data = file_of(manifest)
     assert read(data) == manifest
     assert file_of(manifest) == data
-    assert is_key(manifest.key)
+    assert is_key(manifest_key(manifest.tenant_id, manifest.name))
     assert all(is_key(manifest.item_key(item)) for item in manifest.items)
 
 
@@ -150,4 +151,4 @@ def test_any_value_anywhere_in_the_header_gives_a_manifest_or_one_of_our_errors(
         header[key] = value
     text = json.dumps(header, separators=(",", ":")).encode()
     found = read(sign(struct.pack("<Q", len(text)) + text + data[end:]))
-    assert found is None or is_key(found.key)
+    assert found is None or is_key(manifest_key(found.tenant_id, found.name))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsnap.formats.container import Packed, Tensor, pack, parse
-from kvsnap.formats.manifest import Item, Manifest, pack_manifest
+from kvsnap.formats.manifest import Item, Manifest, manifest_key, pack_manifest
 from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.session import Session
@@ -68,14 +69,20 @@ def rewrite(
 
 
 def put_manifest(remote: Remote, manifest: Manifest) -> None:
-    remote.put(manifest.key, joined(pack_manifest(manifest)))
+    remote.put(manifest_key(manifest.tenant_id, manifest.name), joined(pack_manifest(manifest)))
+
+
+def manifest_there(remote: Remote, name: str) -> Manifest:
+    manifest = require(remote, Keyring(), ME, name).manifest
+    assert manifest is not None
+    return manifest
 
 
 def change_manifest(
     remote: Remote, name: str, change: Callable[[list[Item]], list[Item]], **fields: Any
 ) -> None:
     """Another list of items, or other fields, in a manifest that is right otherwise."""
-    manifest, _ = require(remote, ME, name)
+    manifest = manifest_there(remote, name)
     items = tuple(change(list(manifest.items)))
     put_manifest(remote, replace(manifest, items=items, **fields))
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvsnap.formats.errors import Diverged
 from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.sharing import manifests
 from kvsnap.kvstore.sharing.pull import pull
@@ -28,8 +29,9 @@ YOURS = np.concatenate([IDS, some_ids(20, 2)])
 
 def ids_in(remote: Counted) -> list[int]:
     """Of the session that the remote shows now."""
-    manifest, _ = manifests.require(remote, ME, "chat")
-    return list(manifests.session_of(remote, manifest)[0].record.token_ids.tolist())
+    manifest = manifests.require(remote, Keyring(), ME, "chat").manifest
+    assert manifest is not None
+    return list(manifests.session_of(remote, Keyring(), manifest)[0].record.token_ids.tolist())
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from blake3 import blake3
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, KvsnapError, PartlyDone
 from kvsnap.formats.manifest import SESSION, Item
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.base import Entry, Object, Remote
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.remotes.wrapped import Wrapped
@@ -270,7 +271,7 @@ def test_keys_that_lead_outside_are_not_followed(
     pushed: None, machine: Machine, remote: Counted, outside: Path
 ) -> None:
     lies = Lies(remote)
-    for pushed_one in every(lies):
+    for pushed_one in every(lies, Keyring()):
         assert pushed_one.manifest is None or pushed_one.manifest.name == "chat"
     with pytest.raises(KvsnapError):
         sweep(lies, grace_days=0)
@@ -299,7 +300,7 @@ def test_names_that_no_session_has_are_refused(
     pushed: None, machine: Machine, remote: Counted, there: Path, name: str
 ) -> None:
     rewrite(only(there, "manifests"), name=name)
-    (found,) = every(remote)
+    (found,) = every(remote, Keyring())
     assert found.manifest is None
     with pytest.raises(Damaged):
         pull(machine("b"), remote, "chat")

@@ -11,16 +11,31 @@ import pytest
 
 from kvsnap.formats.container import Tensor
 from kvsnap.formats.errors import Damaged, PartlyDone
-from kvsnap.formats.manifest import BLOCK, CALIBRATION, ITEM_KINDS, SESSION, STATE, Item
+from kvsnap.formats.manifest import (
+    BLOCK,
+    CALIBRATION,
+    ITEM_KINDS,
+    SESSION,
+    STATE,
+    Item,
+    manifest_key,
+)
 from kvsnap.kvstore.remotes.counted import Counted
-from kvsnap.kvstore.sharing.manifests import require
 from kvsnap.kvstore.sharing.pull import PullReport, pull
 from kvsnap.kvstore.sharing.push import push
 from kvsnap.kvstore.store import Store
 from kvsnap.testing.aftermath import assert_saved
 from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn
-from tests.sharing.objects import ME, change_manifest, only, put_manifest, rewrite, save_and_push
+from tests.sharing.objects import (
+    ME,
+    change_manifest,
+    manifest_there,
+    only,
+    put_manifest,
+    rewrite,
+    save_and_push,
+)
 
 Machine = Callable[..., Store]
 IDS, OTHER = some_ids(57), some_ids(57, 5)
@@ -78,7 +93,7 @@ def refused(machine: Machine, remote: Counted, match: str | None = None) -> None
 def test_what_is_not_the_sessions_is_refused(
     pushed: Store, machine: Machine, remote: Counted, lie: str
 ) -> None:
-    other = list(require(remote, ME, "other")[0].items)
+    other = list(manifest_there(remote, "other").items)
     change_manifest(remote, "chat", lambda own: LIES[lie](own, other))
     refused(machine, remote)
 
@@ -87,12 +102,13 @@ def test_what_is_not_the_sessions_is_refused(
 def test_fields_that_are_not_the_sessions_are_refused(
     pushed: Store, machine: Machine, remote: Counted, lie: str
 ) -> None:
-    manifest, _ = require(remote, ME, "chat")
-    key = manifest.key
+    manifest = manifest_there(remote, "chat")
+    key = manifest_key(manifest.tenant_id, manifest.name)
     put_manifest(remote, replace(manifest, **FIELDS[lie]))
     changed = replace(manifest, **FIELDS[lie])
-    if changed.key != key:
-        remote.put(key, remote.get(changed.key, 2**20).data)
+    there = manifest_key(changed.tenant_id, changed.name)
+    if there != key:
+        remote.put(key, remote.get(there, 2**20).data)
     refused(machine, remote)
 
 
@@ -165,7 +181,7 @@ def test_a_checkpoint_of_another_chain_is_refused(machine: Machine, remote: Coun
     for name, ids in (("chat", IDS), ("other", OTHER)):
         turn(store, StampedEngine(recurrent=64), ids, name)
         push(store, remote, ME, name)
-    foreign = require(remote, ME, "other")[0].of_kind(STATE)
+    foreign = manifest_there(remote, "other").of_kind(STATE)
     assert foreign
     change_manifest(
         remote,

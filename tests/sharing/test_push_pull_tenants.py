@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsnap.formats.errors import Damaged, KvsnapError, NotFound
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, UsageError
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.sharing.manifests import require
 from kvsnap.kvstore.sharing.pull import pull
@@ -49,10 +50,31 @@ def test_the_key_that_a_session_was_saved_with_is_needed(machine: Machine, remot
 def test_one_name_under_three_keys_are_three_sessions(
     machine: Machine, remote: Counted, there: Path
 ) -> None:
-    for tenant in (ALICE, BOB, None):
-        save_and_push_as(machine("a"), remote, tenant)
-    assert len(list(there.glob("manifests/*/chat.safetensors"))) == 3
+    for name, tenant in {"a": ALICE, "b": BOB, "c": None}.items():
+        store = machine(name)
+        turn(store, StampedEngine(), IDS, "chat", tenant=tenant)
+        push(store, remote, tenant_id(tenant), "chat", encrypt=tenant is not None)
+    assert len(list(there.glob("manifests/*/*.safetensors"))) == 3
     assert len(block_files(there)) == 9
+
+
+def test_two_keyed_tenants_share_no_place_in_the_clear(
+    machine: Machine, remote: Counted, there: Path
+) -> None:
+    save_and_push_as(machine("a"), remote, ALICE)
+    before = files_of(there)
+    with pytest.raises(UsageError, match="another tenant, and is not encrypted"):
+        turn(machine("a"), StampedEngine(), IDS, "chat", tenant=BOB)
+    turn(machine("b"), StampedEngine(), IDS, "chat", tenant=BOB)
+    with pytest.raises(UsageError, match="sessions of another tenant"):
+        push(machine("b"), remote, BOB.tenant_id, "chat")
+    assert files_of(there) == before
+    b = machine("b")
+    with pytest.raises(UsageError, match="needs the tenant's key"):
+        push(b, remote, BOB.tenant_id, "chat", encrypt=True)
+    b.keys.add(BOB)
+    push(b, remote, BOB.tenant_id, "chat", encrypt=True)
+    save_and_push_as(machine("c"), remote, None)
 
 
 def test_the_secret_stands_in_no_object(machine: Machine, remote: Counted, there: Path) -> None:
@@ -80,7 +102,8 @@ def test_a_manifest_that_claims_to_be_without_a_key_is_refused(
 ) -> None:
     # The session's file names its tenant too, and its root follows from neither.
     save_and_push_as(machine("a"), remote, ALICE)
-    manifest, _ = require(remote, ALICE.tenant_id, "chat")
+    manifest = require(remote, Keyring(), ALICE.tenant_id, "chat").manifest
+    assert manifest is not None
     forged = replace(manifest, tenant_id="default")
     session = only(there, "sessions")
     place = there / forged.item_key(forged.session)

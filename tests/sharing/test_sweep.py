@@ -13,6 +13,7 @@ import pytest
 
 from kvsnap.formats.errors import Damaged, NotFound, PartlyDone, RemoteDown
 from kvsnap.formats.tenant import Tenant, tenant_id
+from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.sharing.pull import pull
 from kvsnap.kvstore.sharing.push import push
@@ -58,7 +59,7 @@ def test_what_sessions_name_stays(two: Store, remote: Counted, there: Path) -> N
 def test_what_only_a_removed_session_named_goes(
     two: Store, machine: Machine, remote: Counted, there: Path
 ) -> None:
-    remove(remote, ME, ["one"])
+    remove(remote, Keyring(), ME, ["one"])
     before = files_of(there)
     planned = sweep(remote, dry_run=True)
     assert files_of(there) == before
@@ -76,7 +77,7 @@ def test_what_only_a_removed_session_named_goes(
 
 
 def test_what_is_young_stays_for_its_grace(two: Store, remote: Counted, there: Path) -> None:
-    remove(remote, ME, ["one"])
+    remove(remote, Keyring(), ME, ["one"])
     for path in there.rglob("*"):
         os.utime(path)
     report = sweep(remote)
@@ -92,7 +93,7 @@ def test_children_go_before_their_parents(machine: Machine, remote: Counted, the
     ids = some_ids(16 * 30)
     save_and_push(machine("a"), remote, ids, "chat")
     chain = [path.stem for path in block_files(there)]
-    remove(remote, ME, ["chat"])
+    remove(remote, Keyring(), ME, ["chat"])
     for number, path in enumerate(block_files(there)):
         then = time.time() - 30 * DAY + number
         os.utime(path, (then, then))
@@ -158,7 +159,7 @@ def test_sessions_of_all_tenants_keep_their_files(
         push(store, remote, tenant_id(tenant), "chat")
     age(there, 30)
     assert sweep(remote).removed_files == 0
-    remove(remote, ME, ["chat"])
+    remove(remote, Keyring(), ME, ["chat"])
     assert sweep(remote).removed_files == 4
     assert pull(machine("b"), remote, "chat", tenant=alice).stored_blocks == 3
 
@@ -178,7 +179,7 @@ def test_the_version_before_goes_with_the_tail_it_had(
 def test_a_sweep_that_fails_leaves_no_mark(
     two: Store, remote: Counted, there: Path, operation: str
 ) -> None:
-    remove(remote, ME, ["one"])
+    remove(remote, Keyring(), ME, ["one"])
 
     def fail(what: str, key: str) -> None:
         if what == operation and not key.startswith("sweeping/"):
@@ -194,7 +195,7 @@ def test_a_sweep_that_fails_has_ended_when_its_mark_goes(
 ) -> None:
     """A push that finds no mark relies on it that nothing is deleted any more."""
     save_and_push(machine("a"), remote, IDS, "chat")
-    remove(remote, ME, ["chat"])
+    remove(remote, Keyring(), ME, ["chat"])
     age(there, 30)
     failed, running, lock = threading.Event(), threading.Event(), threading.Lock()
     order: list[str] = []
@@ -225,7 +226,7 @@ def test_a_sweep_that_fails_has_ended_when_its_mark_goes(
 
 
 def test_an_interrupted_sweep_leaves_no_mark(two: Store, remote: Counted) -> None:
-    remove(remote, ME, ["one"])
+    remove(remote, Keyring(), ME, ["one"])
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -237,7 +238,7 @@ def test_an_interrupted_sweep_leaves_no_mark(two: Store, remote: Counted) -> Non
 
 def test_removing_is_all_or_nothing(two: Store, remote: Counted) -> None:
     with pytest.raises(NotFound, match="three"):
-        remove(remote, ME, ["one", "three"])
+        remove(remote, Keyring(), ME, ["one", "three"])
     assert len(list(remote.list("manifests/"))) == 2
 
 
@@ -259,7 +260,7 @@ def test_blocks_that_a_short_manifest_leaves_out_are_swept_and_sent_again(
     save_and_push(full, remote, IDS, "two")
     turn(a, StampedEngine(), IDS)
     push(a, remote, ME, "one")
-    remove(remote, ME, ["two"])
+    remove(remote, Keyring(), ME, ["two"])
     age(there, 30)
     sweep(remote)
     b = machine("b")

@@ -1,0 +1,147 @@
+"""What one tenant's process does and is told: every answer, every statement and file of the store, every
+request to a remote, with all masked that differs between any two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sqlite3
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvsnap.formats.errors import KvsnapError
+from tests.remotes.proxy import FaultyProxy
+
+_FILES = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.link")
+_HEX = re.compile(r"[0-9a-f]{8,}", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_CONNECTING = ("PRAGMA", "SELECT 1 FROM", "-- ")
+"""How many threads of a pool open a connection of their own is chance."""
+_ELSEWHERE = ("seconds", "path", "remote", "file", "created", "creator", "version", "changed")
+"""Fields of answers that are another time or place in each world."""
+
+
+@dataclass
+class Seen:
+    """One step. Threads work on several files at once, so what they do is sorted."""
+
+    answer: Any = None
+    store: list[str] = field(default_factory=list)
+    remote: list[str] = field(default_factory=list)
+
+
+class Watch:
+    """Records a world's steps. `places`: its folder, and where in the remote it is."""
+
+    def __init__(self, proxy: FaultyProxy, *places: str) -> None:
+        self.proxy, self.places = proxy, places
+        self._now: Seen | None = None
+        self._lock = threading.Lock()
+
+    def step(self, does: Callable[[], Any]) -> Seen:
+        self.proxy.forget()
+        self._now = seen = Seen()
+        with _on(self):
+            try:
+                seen.answer = self._plain(does())
+            except KvsnapError as error:
+                seen.answer = [type(error).__name__, self._mask(error.what), self._mask(error.hint)]
+        seen.store.sort()
+        with self.proxy.lock:
+            # The body of an error has a request id of any length in it.
+            seen.remote = sorted(
+                f"{r.method} {self._mask(r.path)} {r.status}, sent {r.sent},"
+                f" received {r.received if r.status < 400 else 0}"
+                for r in self.proxy.requests
+            )
+        return seen
+
+    def file(self, event: str, path: object) -> None:
+        text = str(path)
+        if isinstance(path, str | Path) and text.startswith(self.places[0]):
+            self._note(event, _NUMBER.sub("#", text))
+
+    def statement(self, sql: str) -> None:
+        if not sql.startswith(_CONNECTING):
+            self._note("sql", _NUMBER.sub("#", sql))
+
+    def _note(self, event: str, what: str) -> None:
+        assert self._now is not None
+        with self._lock:
+            self._now.store.append(f"{event} {self._mask(what)}")
+
+    def _mask(self, text: str) -> str:
+        for place in self.places:
+            text = text.replace(place, "PLACE")
+        return _HEX.sub("#", text)
+
+    def _plain(self, value: Any) -> Any:
+        """An answer without times and places."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, dict):
+            return {k: self._plain(v) for k, v in value.items() if k not in _ELSEWHERE}
+        if isinstance(value, list | tuple):
+            return [self._plain(item) for item in value]
+        return self._mask(value) if isinstance(value, str) else value
+
+
+def start() -> None:
+    """Before the first store is opened. An audit hook stays until the process ends."""
+    if not _started:
+        _started.append(True)
+        sys.addaudithook(_hook)
+
+
+def parted(one: dict[str, Seen], other: dict[str, Seen]) -> str:
+    """Where the same steps in two worlds differ first; empty for nowhere."""
+    assert one.keys() == other.keys()
+    for step, seen in one.items():
+        for what in ("answer", "store", "remote"):
+            here, there = getattr(seen, what), getattr(other[step], what)
+            if here != there:
+                return (
+                    f"{step}, {what}:\n{_only(here, there)}\n--- instead of\n{_only(there, here)}"
+                )
+    return ""
+
+
+def _only(value: Any, other: Any) -> str:
+    if not (isinstance(value, list) and isinstance(other, list)):
+        return json.dumps(value, default=str)
+    lines = Counter(map(str, value)) - Counter(map(str, other))
+    return "\n".join(f"{count} x {line}" for line, count in sorted(lines.items()))
+
+
+_started: list[bool] = []
+_watching: list[Watch] = []
+
+
+@contextlib.contextmanager
+def _on(watch: Watch) -> Iterator[None]:
+    _watching.append(watch)
+    try:
+        yield
+    finally:
+        _watching.remove(watch)
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "sqlite3.connect/handle":
+        connection: sqlite3.Connection = arguments[0]
+        connection.set_trace_callback(_traced)
+    elif event in _FILES:
+        for watch in _watching:
+            watch.file(event, arguments[0])
+
+
+def _traced(sql: str) -> None:
+    for watch in _watching:
+        watch.statement(sql)
