@@ -12,8 +12,9 @@ from kvsnap.formats.container import Container, Tensor
 from kvsnap.formats.errors import Damaged, Unsupported
 from kvsnap.formats.names import TokenIds, token_array
 
-FORMAT_VERSION = "0"
-"""Version of block and session files. 0 may still change; a later reader refuses what it lacks."""
+FORMAT_VERSION = "1"
+"""Of all files. Frozen: names and files of it stay readable, and a reader refuses what it lacks by name.
+Version 0 was never released."""
 
 
 def check_version(container: Container, kind: str) -> None:

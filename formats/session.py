@@ -128,7 +128,11 @@ class SessionFile:
 
         It lets a conversation go on whose tail rows alone are damaged; they are computed again.
         """
-        if _talk_digest(self.record) != self.talk:
+        try:
+            talk = _talk_digest(self.record)
+        except UsageError as error:  # notes that no save wrote: NaN, or too deep
+            raise Damaged(error.what) from error
+        if talk != self.talk:
             raise Damaged("the session's token ids or notes changed after they were written")
 
 
@@ -212,7 +216,7 @@ def plain_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
     are not JSON."""
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(notes), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a session's notes must be JSON: {error}") from error
     return found
 

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.errors import KvsnapError, Unsupported
 from kvsnap.formats.interchange.llamacpp import SUPPORTED_VERSIONS
 from kvsnap.formats.pin import SESSION
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore.budget import disk_free
 from kvsnap.kvstore.holds import pin_key
+from kvsnap.kvstore.other_version import what_it_holds
 from kvsnap.kvstore.pins import pin_paths, read_pin
-from kvsnap.kvstore.place import SETTINGS, Place
+from kvsnap.kvstore.place import SETTINGS, Place, default_path
 from kvsnap.kvstore.rebuild import block_names
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.unfinished import OURS
@@ -50,6 +51,9 @@ def examine(path: str | Path | None, capacity: str | int | None = None) -> Itera
         store = Store(path, capacity=capacity)
     except KvsnapError as error:
         yield Finding("problem", error.what, error.hint)
+        if isinstance(error, Unsupported):
+            place = Place(Path(path).expanduser() if path else default_path())
+            yield Finding("note", *what_it_holds(place))
     else:
         with store:
             yield from _store(store)

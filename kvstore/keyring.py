@@ -24,9 +24,7 @@ class Keyring:
         found = self._tenants.get(tenant_id)
         if found is not None:
             return found
-        which = (
-            "no tenant key was given" if tenant_id == NO_TENANT_ID else "that was not given"
-        )
+        which = "no tenant key was given" if tenant_id == NO_TENANT_ID else "that was not given"
         raise UsageError(
             f"what is to be sealed needs the tenant's key, and {which}",
             "give the tenant's key: --tenant-key-file; kvsnap keygen makes one",

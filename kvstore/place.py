@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import reprlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -155,7 +156,7 @@ def read_settings(place: Place) -> Settings:
         return _damaged(place, text)
     if version != FORMAT_VERSION:
         raise Unsupported(
-            f"{place.root} is a store of format version {version!r}, this kvsnap reads"
+            f"{place.root} is a store of format version {reprlib.repr(version)}, this kvsnap reads"
             f" {FORMAT_VERSION!r}",
             "use the kvsnap that wrote it, or another --store",
         )

@@ -96,7 +96,7 @@ def read_tree(
     path = runs.path_to(runs.of_block(target)) if target is not None else []
     tops = path[:1] if path else runs.below(NONE)
     chosen = _choose(runs, tops, set(path), limit)
-    facts = _Facts(store, runs, chosen)
+    facts = _Facts(store, runs, chosen, tenant.tenant_id if tenant is not None else None)
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
     for run in _drawing_order(runs, tops, chosen):
@@ -164,7 +164,7 @@ class _Facts:
     """What the index says of the chosen runs beyond numbers, by run. A block that was evicted since
     the numbers were read has no name any more."""
 
-    def __init__(self, store: Store, runs: Runs, chosen: set[int]) -> None:
+    def __init__(self, store: Store, runs: Runs, chosen: set[int], tenant_id: str | None) -> None:
         self.store = store
         self.names: dict[int, str] = {}
         self.roots: dict[int, tuple[str, str]] = {}
@@ -183,7 +183,7 @@ class _Facts:
                 continue
             self.holds[runs.of_block(row)].add(kind)
         ends = defaultdict(list)
-        for *_, facts in store.listing.refresh():
+        for *_, facts in store.listing.refresh(tenant_id):
             if facts.last:
                 ends[bytes.fromhex(facts.last)].append(facts.name or SEALED_SESSION)
         for row, name in self._in_chunks("SELECT id, name FROM blocks WHERE name IN", list(ends)):

@@ -67,8 +67,9 @@ def verify_store(
     if store.problem:
         report.bad.append(Bad(store.place.settings.name, str(store.place.settings), store.problem))
     of, query = own_blocks(store, tenant), store.index.query
-    paths = [path for path in block_paths(store.place) if _BLOCK.fullmatch(path.name)]
-    if tenant is not None:
+    if tenant is None:
+        paths = [path for path in block_paths(store.place) if _BLOCK.fullmatch(path.name)]
+    else:
         named = query(f"SELECT name FROM blocks WHERE lost IS NULL AND {of} ORDER BY name")
         paths = [store.place.block(name) for (name,) in named]
     sessions = list(_session_paths(store, tenant.tenant_id if tenant is not None else "*"))

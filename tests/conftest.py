@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvsnap.kvstore.signing_key import VARIABLE as SIGNING_KEY
 from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.trust import VARIABLE as TRUSTED
 
 # Two noisy cores: a deadline would measure the neighbours. Examples that failed are kept out of
 # the checkout's way in .hypothesis/, which git ignores.
@@ -28,6 +31,21 @@ if os.access("/dev/shm", os.W_OK):
 
 BLOCK_SIZE = 16
 CHILD = Path(__file__).parent / "child.py"
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def own_signing_key(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Where this test's machine has its signing key, once it needs one: the user's is not touched,
+    also not by a command that is run without any KVSNAP_ variable. Nobody is trusted from outside."""
+    folder = tmp_path_factory.getbasetemp() / f"configuration-{next(_NUMBERS)}"
+    path = folder / "kvsnap" / "signing.pem"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    monkeypatch.setenv(SIGNING_KEY, str(path))
+    monkeypatch.delenv(TRUSTED, raising=False)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +62,7 @@ def store_path(tmp_path: Path) -> Path:
     """A folder whose kvsnap.json asks for blocks of 16 tokens; no engine has written to it."""
     path = tmp_path / "store"
     path.mkdir(mode=0o700)
-    text = json.dumps({"block_size": BLOCK_SIZE, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": BLOCK_SIZE, "created": 1, "format": "1"})
     (path / "kvsnap.json").write_text(text)
     return path
 

@@ -34,7 +34,7 @@ SIZES = (16, 32, 64, 128, 256)
 def fresh_store(folder: Path, block_size: int) -> kvsnap.Store:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    settings = {"format": "0", "block_size": block_size, "created": 1}
+    settings = {"format": "1", "block_size": block_size, "created": 1}
     (folder / "kvsnap.json").write_text(json.dumps(settings))
     return kvsnap.Store(folder)
 

@@ -137,7 +137,7 @@ def test_a_damaged_index_is_built_anew_from_the_files(
 def test_damaged_settings_are_passed_over_with_a_warning(
     kvsnap: Any, model: Path, saved: dict[str, Any], store: Path
 ) -> None:
-    (store / "kvsnap.json").write_text('{"format": "0", "block_size": ')
+    (store / "kvsnap.json").write_text('{"format": "1", "block_size": ')
     assert kvsnap("verify").code == 1
     found = kvsnap("--json", "resume", "s", "--model", model, "--max-tokens", 8)
     assert found.code == 0

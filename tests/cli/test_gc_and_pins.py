@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 def filled(store: Path) -> Store:
     """Sessions "old" and "new" of seven and four blocks that share none."""
     store.mkdir(mode=0o700)
-    text = json.dumps({"block_size": SIZE, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": SIZE, "created": 1, "format": "1"})
     (store / "kvsnap.json").write_text(text)
     with Store(store, min_free="0") as opened:
         for name, blocks in [("old", 7), ("new", 4)]:

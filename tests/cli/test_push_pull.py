@@ -271,6 +271,6 @@ def test_another_block_size_is_refused_with_what_to_do(
     save(store, "s", 2)
     kvsnap("push", "s", url)
     other.mkdir(mode=0o700)
-    text = json.dumps({"block_size": 16, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": 16, "created": 1, "format": "1"})
     (other / "kvsnap.json").write_text(text)
     one_error(kvsnap("pull", "s", url, "--store", other), 1, "64 tokens", '"block_size": 64')

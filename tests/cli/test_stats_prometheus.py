@@ -22,7 +22,7 @@ IDS = some_ids(57)
 
 def fill(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = {"block_size": 16, "created": 1, "format": "0"}
+    settings = {"block_size": 16, "created": 1, "format": "1"}
     (path / "kvsnap.json").write_text(json.dumps(settings))
     with Store(path) as store:
         turn(store, StampedEngine(), IDS, "s", codec="raw")

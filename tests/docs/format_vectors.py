@@ -12,16 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from kvsnap.formats import names
-from kvsnap.formats.block import STATE, BlockRecord, pack_block
+from kvsnap.formats.block import STATE, BlockRecord, pack_block, parse_block, sign_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import Packed, parse
 from kvsnap.formats.identity import Identity, root_of
 from kvsnap.formats.layout import Group, Layout, Plane
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
+from kvsnap.formats.sealed import Clear, seal, sealed_name
 from kvsnap.formats.session import SessionRecord, pack_session
 from kvsnap.formats.session_name import session_file_name
+from kvsnap.formats.signature import SigningKey, block_message, parse_signing_key
 from kvsnap.formats.tenant import Tenant
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -64,6 +68,7 @@ SPANS = Layout(
 )
 IDS = [1, 504, 2365, 7, 42, 0, 65535, 4294967295, 99]
 KEY = bytes(range(32))
+SALT = bytes(range(32, 64))
 SESSION_NAMES = ["support", "alice/42", "Ärger", "con", ".hidden", "a.", "x" * 201]
 BLOCK = re.compile(r"(<!-- vector: ([a-z-]+) -->\n```[a-z]*\n)(.*?)(```)", re.DOTALL)
 
@@ -74,8 +79,8 @@ def rows(first: int, tokens: int) -> dict[str, np.ndarray]:
     return {"full.k": counts + np.uint16(0x3C00), "full.v": counts + np.uint16(0x4000)}
 
 
-def block(codec: str) -> Packed:
-    root = root_of(IDENTITY)
+def block(codec: str, tenant: Tenant | None = None) -> Packed:
+    root = root_of(IDENTITY, tenant)
     ids = names.token_array(IDS[:4])
     name = names.block_name(root.key, names.ZERO_PARENT, ids)
     record = BlockRecord(name, names.ZERO_PARENT, root.root_id, 0, ids, root.identity)
@@ -117,6 +122,19 @@ def pin() -> Packed:
     return pack_pin(PinRecord(SESSION, "default", "support"))
 
 
+def signing_key() -> SigningKey:
+    private = Ed25519PrivateKey.from_private_bytes(KEY)
+    pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return parse_signing_key(pem)
+
+
+def sealed(plain: Packed, tenant: Tenant) -> Packed:
+    """The tenant's first block."""
+    record = parse_block(memoryview(joined(plain))).record
+    place = (record.name, record.parent, record.root_id, record.start, len(record.token_ids))
+    return seal(plain, Clear("block", tenant.tenant_id, *place), tenant, salt=SALT)
+
+
 def joined(packed: Packed) -> bytes:
     return b"".join(bytes(buffer) for buffer in packed.buffers)
 
@@ -131,6 +149,10 @@ def vectors() -> dict[str, str]:
     zstd = parse(memoryview(joined(block("zstd"))))
     saved = parse(memoryview(joined(session()))).metadata
     kept = parse(memoryview(joined(state())))
+    signed = parse(memoryview(joined(sign_block(memoryview(file), signing_key()))))
+    inside = block("raw", tenant)
+    hidden = parse(memoryview(joined(sealed(inside, tenant))))
+    bound = [{key: text for key, text in hidden.metadata.items() if key != "file"}, {}]
     told = ("root_id", "parent", "extras", "name", "content", "file")
     return {
         "identity": root.identity + "\n",
@@ -160,6 +182,20 @@ def vectors() -> dict[str, str]:
             **{name: json.dumps(list(tensor.shape)) for name, tensor in kept.tensors.items()},
         ),
         "session": _lines(**{key: saved[key] for key in ("notes", "content", "talk", "file")}),
+        "sealed-data": json.dumps(bound, sort_keys=True, separators=(",", ":")) + "\n",
+        "sealed": _lines(
+            key=KEY.hex(),
+            salt=SALT.hex(),
+            plain=inside.file_digest,
+            tag=bytes(hidden.tensors["sealed"].data[-16:]).hex(),
+            file=hidden.metadata["file"],
+            support=sealed_name(tenant, "support"),
+        ),
+        "signature": _lines(
+            message=block_message(chain[0], root.root_id, signed.metadata["content"]).hex(),
+            signer=signed.metadata["signer"],
+            signature=signed.metadata["signature"],
+        ),
         "pin": _dump(joined(pin())),
         "session-names": "".join(
             f"{name if len(name) < 99 else '201 times x':12} {session_file_name(name)}\n"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"<!-- vector: ([a-z-]+) -->\n```[a-z]*\n(.*?)```", PAGE, re.DOTALL))
@@ -120,7 +122,7 @@ def test_the_dumped_block_file_follows_from_the_specification():
         "codec": "raw",
         "content": _content(FIELDS, IDS[:4], 4, rows),
         "identity": IDENTITY,
-        "kvsnap": "0",
+        "kvsnap": "1",
     }
     tensors = [
         ("token_ids", "U32", [4], _ids(IDS[:4])),
@@ -177,7 +179,7 @@ def test_the_state_checkpoint_follows_from_the_specification():
         "codec": "raw",
         "content": content.hexdigest(),
         "identity": identity,
-        "kvsnap": "0",
+        "kvsnap": "1",
     }
     tensors = [("token_ids", "U32", [2], _ids(ids))]
     tensors += [(name, dtype, shape, data) for name, dtype, _, shape, data in planes]
@@ -209,7 +211,7 @@ def test_the_session_file_follows_from_the_specification():
         "codec": "raw",
         "content": content,
         "identity": IDENTITY,
-        "kvsnap": "0",
+        "kvsnap": "1",
         "notes": table["notes"],
         "talk": talk,
     }
@@ -222,10 +224,67 @@ def test_the_session_file_follows_from_the_specification():
     assert f'"file":"{table["file"]}"'.encode() in _file(metadata, tensors)
 
 
+def test_the_sealed_file_follows_from_the_specification():
+    table, tenant, rows = _table("sealed"), _table("tenant"), _rows(4, 0)
+    key, salt, name = (
+        bytes.fromhex(text) for text in (table["key"], table["salt"], tenant["name_0"])
+    )
+    fields = {**FIELDS, "name": tenant["name_0"], "root_id": tenant["root_id"]}
+    metadata = {
+        **fields,
+        "codec": "raw",
+        "content": _content(fields, IDS[:4], 4, rows),
+        "identity": IDENTITY,
+        "kvsnap": "1",
+    }
+    tensors = [
+        ("token_ids", "U32", [4], _ids(IDS[:4])),
+        ("full.k", "F16", [1, 4, 1, 2], rows[:16]),
+        ("full.v", "F16", [1, 4, 1, 2], rows[16:]),
+    ]
+    plain = _file(metadata, tensors)
+    assert f'"file":"{table["plain"]}"'.encode() in plain
+    clear = {
+        "cipher": "aes-256-gcm",
+        "holds": "block",
+        "kind": "sealed",
+        "kvsnap": "1",
+        "last": "",
+        "name": tenant["name_0"],
+        "parent": ZERO.hex(),
+        "root_id": tenant["root_id"],
+        "salt": table["salt"],
+        "signer": "",
+        "start": "0",
+        "tenant_id": tenant["tenant_id"],
+        "tokens": "4",
+    }
+    assert BLOCKS["sealed-data"] == _canonical([clear, {}]).decode() + "\n"
+    sealing = blake3(key, derive_key_context="kvsnap sealing key").digest()
+    file_key = blake3(sealing + salt + name, derive_key_context="kvsnap file key").digest()
+    part = AESGCM(file_key).encrypt(bytes(12), plain, _canonical([clear, {}]))
+    assert part[-16:].hex() == table["tag"]
+    made = _file(clear, [("sealed", "U8", [len(part)], part)])
+    assert f'"file":"{table["file"]}"'.encode() in made
+    naming = blake3(key, derive_key_context="kvsnap session names").digest()
+    assert table["support"] == blake3(b"support", key=naming).hexdigest()
+
+
+def test_the_signature_follows_from_the_specification():
+    table = _table("signature")
+    content = re.search(r'"content":"([0-9a-f]{64})"', _dumped("block").decode("latin-1"))
+    assert content is not None
+    message = b"kvsnap block signature\0" + NAMES[0] + bytes.fromhex(ROOT_ID + content[1])
+    assert table["message"] == message.hex()
+    key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    assert table["signer"] == key.public_key().public_bytes_raw().hex()
+    assert table["signature"] == key.sign(message).hex()
+
+
 def test_the_pin_file_follows_from_the_specification():
     metadata = {
         "kind": "pin",
-        "kvsnap": "0",
+        "kvsnap": "1",
         "name": "support",
         "tenant_id": "default",
         "until": "0",

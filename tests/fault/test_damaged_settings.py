@@ -25,10 +25,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "text": lambda p: p.write_text('"16"'),
     "null": lambda p: p.write_text("null"),
     "deep": lambda p: p.write_text("[" * 100_000),
-    "no block size": lambda p: p.write_text('{"format": "0", "created": 1}'),
-    "block size 0": lambda p: p.write_text('{"format": "0", "created": 1, "block_size": 0}'),
-    "block size true": lambda p: p.write_text('{"format": "0", "created": 1, "block_size": true}'),
-    "block size huge": lambda p: p.write_text('{"format": "0", "created": 1, "block_size": 1e9}'),
+    "no block size": lambda p: p.write_text('{"format": "1", "created": 1}'),
+    "block size 0": lambda p: p.write_text('{"format": "1", "created": 1, "block_size": 0}'),
+    "block size true": lambda p: p.write_text('{"format": "1", "created": 1, "block_size": true}'),
+    "block size huge": lambda p: p.write_text('{"format": "1", "created": 1, "block_size": 1e9}'),
     "a folder": lambda p: (p.unlink(), p.mkdir()),
     "a link": lambda p: (p.unlink(), p.symlink_to("/etc/passwd")),
 }
@@ -48,7 +48,7 @@ def test_what_is_stored_is_found_and_the_next_save_mends_it(store_path: Path, ki
     assert engine.positions == list(range(40, 50))
     engine.check_rows()
     settings = json.loads((store_path / "kvsnap.json").read_text())
-    assert (settings["format"], settings["block_size"]) == ("0", 16)
+    assert (settings["format"], settings["block_size"]) == ("1", 16)
     with Store(store_path) as store:
         assert store.problem == ""
         assert verify_store(store, progress=lambda done, total: None).bad == []

@@ -46,7 +46,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which `OLD` was saved."""
     path = tmp_path_factory.mktemp("before") / "store"
     path.mkdir(mode=0o700)
-    text = json.dumps({"block_size": 16, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": 16, "created": 1, "format": "1"})
     (path / "kvsnap.json").write_text(text)
     engine = StampedEngine()
     engine.evaluate(OLD)

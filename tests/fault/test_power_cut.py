@@ -116,7 +116,7 @@ def losing_the_first_sync() -> Iterator[None]:
 def empty(path: Path) -> None:
     """A store with blocks of 16, as the fixture makes it."""
     path.mkdir(mode=0o700)
-    (path / "kvsnap.json").write_text('{"block_size": 16, "created": 1, "format": "0"}')
+    (path / "kvsnap.json").write_text('{"block_size": 16, "created": 1, "format": "1"}')
     files.sync_all([path / "kvsnap.json", path, path.parent])
 
 

@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a tmpfs is not allowed here")
     try:
         (path / "store").mkdir(mode=0o700)
-        text = json.dumps({"block_size": 16, "created": 1, "format": "0"})
+        text = json.dumps({"block_size": 16, "created": 1, "format": "1"})
         (path / "store" / "kvsnap.json").write_text(text)
         yield path
     finally:

@@ -10,8 +10,10 @@ from kvsnap.formats.container import Packed, Tensor, check_file_digest, parse
 from kvsnap.formats.sealed import Clear, parse_sealed, seal
 from kvsnap.formats.tenant import Tenant
 
-FOLDER = Path(__file__).parents[1] / "golden" / "v0"
-GOLDEN = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+FOLDER = Path(__file__).parents[1] / "golden" / "v1"
+GOLDEN = sorted(
+    path.stem for path in FOLDER.glob("*.safetensors") if not path.stem.startswith("sealed")
+)
 TENANT, STRANGER = Tenant(bytes(range(32))), Tenant(bytes(range(1, 33)))
 SALT = bytes(range(100, 132))
 NAME, PARENT, OTHER = bytes([1] * 32), bytes([2] * 32), bytes([3] * 32)
@@ -53,6 +55,7 @@ def golden(name: str) -> tuple[bytes, Clear]:
         names = (bytes.fromhex(fields[key]) for key in ("name", "parent"))
         count = len(container.tensors["token_ids"].data) // 4
         place = (fields["root_id"], int(fields["start"]), count)
-        return file, Clear(kind, TENANT.tenant_id, *names, *place)
+        signer = fields.get("signer", "")
+        return file, Clear(kind, TENANT.tenant_id, *names, *place, signer=signer)
     last = bytes(container.tensors["chain"].data[-32:]) if kind == "session" else b""
     return file, Clear(kind, TENANT.tenant_id, root_id=fields.get("root_id", ""), last=last)

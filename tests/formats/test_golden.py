@@ -14,24 +14,31 @@ from kvsnap.formats.block import BlockFile, pack_block, parse_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.identity import layout_of, root_of
-from kvsnap.formats.manifest import pack_manifest, parse_manifest
+from kvsnap.formats.manifest import manifest_key, pack_manifest, parse_manifest
 from kvsnap.formats.names import block_name, chain_names, token_array
 from kvsnap.formats.pin import PinRecord, pack_pin, parse_pin
 from kvsnap.formats.session import SessionFile, pack_session, parse_session
 from kvsnap.formats.tenant import Tenant
 
-FOLDER = Path(__file__).parents[1] / "golden" / "v0"
+FOLDER = Path(__file__).parents[1] / "golden" / "v1"
 TENANT = Tenant(bytes(range(32)))
 IDS = [(n * n * 40503 + 7) % 2**32 for n in range(37)]
 FILE = {
-    "block-raw": "6d42807ab9230e4cd9e4032f068f72f5bfa3b7e4eabf578d846760e39d31bfbc",
-    "block-zstd": "f9a29ead4b453df6a41ee6ecef5df174d5a60275014b72c628ee9fde1079be36",
-    "session-raw": "9d4e7cffa34f335c707ee5d8c0e0a5f259fa30ca61c3e2a20b2379416c9f3c90",
-    "session-zstd": "2aae0bbc5860e090c59a6247d89bc72681ba1e88ab6d96ee53114ae7fbc9f24e",
-    "state-raw": "a306e3d185593656b5173e42f391d202863c531064277fb90a8dafb51af50161",
-    "state-zstd": "8483e988423925ecdf52b429e53e80ce2658e80d950a89e68f1ebfa91dc92f57",
-    "manifest": "55f85fe7a39b877eeacd3e87ddf18ae3a3b54a1bb7364aa638613ca63c1632e7",
-    "pin": "00f35d1eb8489b4ea1af2138081dcae3971e06ad664ccce705f2974dbcf805ce",
+    "block-raw": "73a7507dd435721a6faed0ff4a004b9fef4128c6d9ee00ea33dbcf56f7d7db27",
+    "block-zstd": "fb4485832d1e9b25a0fac5b94952a09f455a8fdcd7bfce5cefd28ce84c92f3cd",
+    "session-raw": "e79eaeb358eaca465e3e5bef7440f6d03022fa85c2857e00b24aa484ddfd3963",
+    "session-zstd": "fe8101e473424e7ce526dab1e545c7a932710a3c3b494bb05ecc2b416e13f381",
+    "state-raw": "c8a7b1c9451c0189163fd73682eed08c3943821d56291ffcfef9b14e49dd6df6",
+    "state-zstd": "559d0c9f22ba58fc825924a912c3b94aa97cc6d0e9ddd11288751028e3c800e0",
+    "manifest": "c6c502d2c44018af4034d940116bc45a0fab2ec6edabba483c03b3c09d88fa59",
+    "pin": "5af48d0758366054727be6fb712633e0e7a34c524314f3dffeea8e5659673657",
+    "block-signed": "49c27b5577e44219c59a3def27e98ed076648b20fa953eceb44c90550e8f9448",
+    "session-signed": "0dc1eb848db4e060e6c2fcc93dfc8b2ff6b63798cbddc95b34de85633e3176c7",
+    "manifest-signed": "fe8c166886530c2b801b1ca71dae514c6bfcf7cfa8f4818a3def5eb52530628b",
+    "sealed-block": "08c785eb8975f824c7ab40898ec291e12c52ffc27d1a56618ffa05c529071eda",
+    "sealed-state": "fd8c5923290117863de05156b9d8b3ba40393763d0e96bdfef1931f1ce1473bf",
+    "sealed-session": "e23d75da62a06ad2610e36d2082f5297c2358e46d04894f1fc3bb80c438bc8d6",
+    "sealed-manifest": "ac8bbf84b264c37aaf27765063e07d67abc7745fbc9b5278625d726ddf1e839d",
 }
 ROOT_ID = "4c38e45a288a862766a0f77515a1f6e92b9d0e9719ce4de47d603dd4477f8406"
 PARENT = "89a841558d17d57749b3a26f61fa5b76ed4aec2058e0135dc70cde7f78d3da11"
@@ -146,7 +153,7 @@ def test_the_rows_of_the_state_checkpoint_are_the_recorded_ones(codec: str) -> N
 
 def test_the_pin_says_what_was_recorded() -> None:
     record = parse_pin(read("pin"))
-    assert record == PinRecord("session", TENANT_ID, "Alice/42", 1_900_000_000)
+    assert record == PinRecord("session", TENANT_ID, "%41lice%2f42", 1_900_000_000)
     assert bytes(pack_pin(record).buffers[0]) == read("pin")
 
 
@@ -207,7 +214,10 @@ def test_the_manifest_says_what_was_recorded() -> None:
     assert (second.file.hex(), second.content.hex()) == (FILE["block-zstd"], BLOCK_CONTENT)
     assert (own.kind, own.name.hex(), own.position) == ("session", FILE["session-zstd"], 0)
     assert own.size == len(read("session-zstd"))
-    assert found.key == f"manifests/{TENANT_ID}/%41lice%2f42.safetensors"
+    assert (
+        manifest_key(found.tenant_id, found.name)
+        == f"manifests/{TENANT_ID}/%41lice%2f42.safetensors"
+    )
     assert found.item_key(own) == f"sessions/{TENANT_ID}/{own.name.hex()}.safetensors"
     assert found.item_key(second) == f"blocks/{NAME[:2]}/{NAME}.safetensors"
     assert b"".join(map(bytes, pack_manifest(found).buffers)) == read("manifest")

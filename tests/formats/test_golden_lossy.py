@@ -16,19 +16,19 @@ from kvsnap.formats.identity import root_of
 from kvsnap.formats.names import block_name
 from kvsnap.formats.tenant import Tenant
 
-FOLDER = Path(__file__).parents[1] / "golden" / "v0"
+FOLDER = Path(__file__).parents[1] / "golden" / "v1"
 TENANT = Tenant(bytes(range(32)))
 FILE = {
-    "q8": "23a16514f5452f729083ca37f227867818e87fedc6e3cd5da0559be754c23a4e",
-    "q4": "95b5564364be9430d5f207d7125748427b5f01b4d9a01086880a244863e78930",
+    "q8": "886dbe6c5bde4d0d59658a2df8a194d2d5f901b73eaefcba8122de27063e2c72",
+    "q4": "a57d47d7146bf6b0ddd2a7b06774df4e047a502f79957a8b856515feca22b963",
 }
 FIDELITY = {"q8": "q8@1", "q4": "q4@1;step=0.2"}
 ROWS = {
     "q8": "4d6705716ae71d050b77c3c1acd6b3e911ddc1d8f992d97a949d6b685da5f78e",
     "q4": "c95429658300924086d298b7c66a7cb8c98302f41fc60c66580abffc0e7a656e",
 }
-CALIBRATION = "a1253a8fabf22abecaad52fbdbf15d061dd4f365fe838b8ce1ecc782cea702a5"
-KVTC = "77c1e7e9a8f8bcbcfb866e38771fb6a1c6f48913441b188d8e08bf3c490a619c"
+CALIBRATION = "f7d96e22c72a09b0713740de5fd85ea14367cbbad2b658a6abbe402ee8b3ec41"
+KVTC = "16f52dedbd8f6cd6fe7cbeeac16421554cc09d40247decce6591db84222406c4"
 KVTC_V = "5789c98990464230b2de0a656005e93c757ce449e146fb065358509c9758d331"
 codecs = pytest.mark.parametrize("codec", FILE)
 

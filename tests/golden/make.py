@@ -1,6 +1,6 @@
-"""Wrote the files in v0/. Tests only read them; run this only when the format version changes.
+"""Wrote the files in v1/. Tests only read them, and files are only added.
 
-.venv/bin/python tests/golden/make.py tests/golden/v0
+.venv/bin/python tests/golden/make.py FOLDER
 """
 
 from __future__ import annotations
@@ -10,18 +10,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from kvsnap.formats.block import STATE, BlockRecord, pack_block, parse_block
+from kvsnap.formats.archive import END, pack_header, padding
+from kvsnap.formats.block import STATE, BlockRecord, pack_block, parse_block, sign_block
 from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.codecs.calibration import pack_calibration, parse_calibration, register
-from kvsnap.formats.container import Packed
+from kvsnap.formats.container import Packed, Tensor
 from kvsnap.formats.identity import EXACT, Adapter, Identity, Rope, root_of
 from kvsnap.formats.layout import Group, Layout, Plane, PlaneRope
-from kvsnap.formats.manifest import BLOCK, Item, Manifest, pack_manifest
+from kvsnap.formats.manifest import (
+    BLOCK,
+    ITEM_KINDS,
+    Item,
+    Manifest,
+    manifest_key,
+    pack_manifest,
+    parse_manifest,
+)
 from kvsnap.formats.manifest import SESSION as SESSION_FILE
 from kvsnap.formats.names import ZERO_PARENT, block_name, chain_names, token_array
 from kvsnap.formats.pin import SESSION, PinRecord, pack_pin
-from kvsnap.formats.session import SessionRecord, pack_session
+from kvsnap.formats.sealed import Clear, seal
+from kvsnap.formats.session import SessionRecord, pack_session, parse_session
+from kvsnap.formats.signature import SigningKey, parse_signing_key
 from kvsnap.formats.tenant import Tenant
 from kvsnap.testing.untaught import untaught
 
@@ -91,6 +104,7 @@ IDENTITY = Identity(
     overrides=(("llama.rope.freq_base", "10000.0"),),
 )
 TENANT = Tenant(bytes(range(32)))
+SALT = bytes(range(32, 64))
 IDS = token_array([(n * n * 40503 + 7) % 2**32 for n in range(37)])
 
 
@@ -173,7 +187,7 @@ def session(codec: str) -> Packed:
 
 
 def pin() -> Packed:
-    return pack_pin(PinRecord(SESSION, TENANT.tenant_id, "Alice/42", 1_900_000_000))
+    return pack_pin(PinRecord(SESSION, TENANT.tenant_id, "%41lice%2f42", 1_900_000_000))
 
 
 def manifest() -> Packed:
@@ -204,22 +218,92 @@ def manifest() -> Packed:
     )
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def signing_key() -> SigningKey:
+    private = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    return parse_signing_key(
+        private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+
+
+def joined(packed: Packed) -> bytes:
+    return b"".join(bytes(memoryview(part).cast("B")) for part in packed.buffers)
+
+
+def signed() -> dict[str, Packed]:
+    """The block, session and manifest above with a signature."""
+    record = parse_session(memoryview(joined(session("raw")))).record
+    named = parse_manifest(memoryview(joined(manifest())))
+    return {
+        "block-signed": sign_block(memoryview(joined(block("raw"))), signing_key()),
+        "session-signed": pack_session(
+            record, get_codec("raw"), LAYOUT, rows(32, 37), signing_key()
+        ),
+        "manifest-signed": pack_manifest(named.sign(signing_key())),
+    }
+
+
+def sealed() -> dict[str, Packed]:
+    """One of each kind, in the clear what index, eviction and sweep need."""
+    found = {}
+    for name, plain in (("block", signed()["block-signed"]), ("state", state("zstd"))):
+        parsed = parse_block(memoryview(joined(plain)))
+        record = parsed.record
+        clear = Clear(
+            kind=name,
+            tenant_id=TENANT.tenant_id,
+            name=record.name,
+            parent=record.parent,
+            root_id=record.root_id,
+            start=record.start,
+            tokens=len(record.token_ids),
+            signer=parsed.signer,
+        )
+        found[f"sealed-{name}"] = seal(plain, clear, TENANT, salt=SALT)
+    own = parse_session(memoryview(joined(session("zstd")))).record
+    clear = Clear(
+        kind="session", tenant_id=TENANT.tenant_id, root_id=own.root_id, last=own.chain[-1]
+    )
+    found["sealed-session"] = seal(session("zstd"), clear, TENANT, salt=SALT)
+    items = parse_manifest(memoryview(joined(manifest()))).items
+    names = np.frombuffer(b"".join(item.name for item in items), np.uint8).reshape(-1, 32)
+    kinds = np.array([ITEM_KINDS.index(item.kind) for item in items], np.uint8)
+    found["sealed-manifest"] = seal(
+        manifest(),
+        Clear(kind="manifest", tenant_id=TENANT.tenant_id),
+        TENANT,
+        [("names", Tensor("U8", names.shape, names)), ("kinds", Tensor("U8", kinds.shape, kinds))],
+        salt=SALT,
+    )
+    return found
+
+
+def portable() -> bytes:
+    """A portable file of the block, the session and their manifest."""
+    own, name = parse_manifest(memoryview(joined(manifest()))), "Alice/42"
+    parts = []
+    for key, packed in (
+        (own.item_key(own.items[1]), block("zstd")),
+        (own.item_key(own.session), session("zstd")),
+        (manifest_key(TENANT.tenant_id, name), manifest()),
+    ):
+        data = joined(packed)
+        parts += [pack_header(key, len(data)), data, bytes(padding(len(data)))]
+    return b"".join(parts) + END
+
+
+def made() -> dict[str, bytes]:
+    """File name → bytes."""
+    taught = calibration()
+    found = {"calibration": taught, "manifest": manifest(), "pin": pin(), **signed(), **sealed()}
     for codec in ("raw", "zstd"):
-        made = (("block", block(codec)), ("session", session(codec)), ("state", state(codec)))
-        for kind, packed in made:
-            path = folder / f"{kind}-{codec}.safetensors"
-            path.write_bytes(b"".join(bytes(memoryview(part)) for part in packed.buffers))
-            print(path, packed.file_digest)
-    path = folder / "calibration.safetensors"
-    path.write_bytes(b"".join(bytes(memoryview(b)) for b in calibration().buffers))
-    print(path, calibration().file_digest)
-    for codec in ("q8", "q4", f"kvtc;calibration={calibration().file_digest}"):
-        path = folder / f"block-{codec.partition(';')[0]}.safetensors"
-        path.write_bytes(b"".join(bytes(memoryview(b)) for b in lossy_block(codec).buffers))
-        print(path, lossy_block(codec).file_digest)
-    (folder / "manifest.safetensors").write_bytes(b"".join(map(bytes, manifest().buffers)))
-    print(folder / "manifest.safetensors", manifest().file_digest)
-    (folder / "pin.safetensors").write_bytes(b"".join(bytes(b) for b in pin().buffers))
-    print(folder / "pin.safetensors", pin().file_digest)
+        found |= {f"block-{codec}": block(codec), f"session-{codec}": session(codec)}
+        found[f"state-{codec}"] = state(codec)
+    for codec in ("q8", "q4", f"kvtc;calibration={taught.file_digest}"):
+        found[f"block-{codec.partition(';')[0]}"] = lossy_block(codec)
+    files = {f"{name}.safetensors": joined(packed) for name, packed in found.items()}
+    return files | {"portable.kvsnap": portable()}
+
+
+if __name__ == "__main__":
+    for name, data in made().items():
+        (Path(sys.argv[1]) / name).write_bytes(data)

@@ -43,7 +43,7 @@ def test_the_end_of_the_oldest_chain_goes_first_every_time(opened: Opened, tmp_p
     for number in range(50):
         path = tmp_path / str(number)
         path.mkdir()
-        (path / "kvsnap.json").write_text('{"block_size": 16, "created": 1, "format": "0"}')
+        (path / "kvsnap.json").write_text('{"block_size": 16, "created": 1, "format": "1"}')
         store = opened(3, path=path)
         put(store, 3, seed=2 * number)
         put(store, 1, seed=2 * number + 1)

@@ -36,7 +36,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which `IDS` were saved."""
     path = tmp_path_factory.mktemp("before") / "store"
     path.mkdir(mode=0o700)
-    text = json.dumps({"block_size": 16, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": 16, "created": 1, "format": "1"})
     (path / "kvsnap.json").write_text(text)
     with Store(path) as store:
         turn(store, StampedEngine(), IDS, "chat")

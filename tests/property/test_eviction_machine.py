@@ -58,7 +58,7 @@ class EvictionMachine(RuleBasedStateMachine):
         super().__init__()
         where = os.environ.get("PYTEST_DEBUG_TEMPROOT")
         self.folder = Path(tempfile.mkdtemp(prefix="kvsnap-test-", dir=where))
-        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "0"})
+        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "1"})
         (self.folder / "kvsnap.json").write_text(text)
         self.clock = mock.Mock(now=1_000_000.0)
         self.clock.time.side_effect = lambda: self.clock.now

@@ -54,7 +54,7 @@ def a_store(**options: object) -> Iterator[Store]:
     """A store with blocks of four tokens; not tmp_path, which all examples would share."""
     where = os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(tempfile.mkdtemp(prefix="kvsnap-test-", dir=where))
-    text = json.dumps({"block_size": BLOCK, "created": 1, "format": "0"})
+    text = json.dumps({"block_size": BLOCK, "created": 1, "format": "1"})
     (folder / "kvsnap.json").write_text(text)
     store = Store(folder, min_free="0", **options)
     try:

@@ -47,7 +47,7 @@ class StatesMachine(RuleBasedStateMachine):
         super().__init__()
         where = os.environ.get("PYTEST_DEBUG_TEMPROOT")
         self.folder = Path(tempfile.mkdtemp(prefix="kvsnap-test-", dir=where))
-        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "0"})
+        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "1"})
         (self.folder / "kvsnap.json").write_text(text)
         self.states: set[tuple[int, ...]] = set()
         self.store = Store(self.folder)

@@ -65,7 +65,7 @@ def test_the_deepest_usable_state_is_found(
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="kvsnap-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
     try:
-        text = json.dumps({"block_size": SIZE, "created": 1, "format": "0"})
+        text = json.dumps({"block_size": SIZE, "created": 1, "format": "1"})
         (folder / "kvsnap.json").write_text(text)
         states: dict[tuple[int, ...], bytes] = {}
         with Store(folder) as store:

@@ -35,7 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         # Not tmp_path: a machine is made for every example. The folder is conftest.py's choice.
         where = os.environ.get("PYTEST_DEBUG_TEMPROOT")
         self.folder = Path(tempfile.mkdtemp(prefix="kvsnap-test-", dir=where))
-        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "0"})
+        text = json.dumps({"block_size": BLOCK, "created": 1, "format": "1"})
         (self.folder / "kvsnap.json").write_text(text)
         self.store = Store(self.folder)
         self.engine = StampedEngine(capacity=64, batch=3)

@@ -24,7 +24,7 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Store]]:
         path.mkdir(mode=0o700, exist_ok=True)
         settings = path / "kvsnap.json"
         if not settings.exists():
-            text = json.dumps({"block_size": block_size, "created": 1, "format": "0"})
+            text = json.dumps({"block_size": block_size, "created": 1, "format": "1"})
             settings.write_text(text)
         opened.append(Store(path, **options))
         return opened[-1]

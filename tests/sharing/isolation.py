@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.parse import quote
 
 from kvsnap.formats.errors import KvsnapError
-from tests.remotes.proxy import FaultyProxy
+from kvsnap.kvstore.events import METRICS
+from tests.remotes.proxy import FaultyProxy, Request
 
 _FILES = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.link")
 _HEX = re.compile(r"[0-9a-f]{8,}", re.IGNORECASE)
@@ -35,10 +38,12 @@ class Seen:
     answer: Any = None
     store: list[str] = field(default_factory=list)
     remote: list[str] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)
+    """What the metrics of the process rose by; of durations, how often one was taken."""
 
 
 class Watch:
-    """Records a world's steps. `places`: its folder, and where in the remote it is."""
+    """Records a world's steps. `places`: its folder, and its prefix with the bucket and without."""
 
     def __init__(self, proxy: FaultyProxy, *places: str) -> None:
         self.proxy, self.places = proxy, places
@@ -48,34 +53,39 @@ class Watch:
     def step(self, does: Callable[[], Any]) -> Seen:
         self.proxy.forget()
         self._now = seen = Seen()
+        before = _counts()
         with _on(self):
             try:
                 seen.answer = self._plain(does())
             except KvsnapError as error:
                 seen.answer = [type(error).__name__, self._mask(error.what), self._mask(error.hint)]
+        seen.counted = dict(_counts() - before)
         seen.store.sort()
         with self.proxy.lock:
-            # The body of an error has a request id of any length in it.
-            seen.remote = sorted(
-                f"{r.method} {self._mask(r.path)} {r.status}, sent {r.sent},"
-                f" received {r.received if r.status < 400 else 0}"
-                for r in self.proxy.requests
-            )
+            seen.remote = sorted(map(self._request, self.proxy.requests))
         return seen
+
+    def _request(self, request: Request) -> str:
+        # The body of an error has a request id of any length in it. And before a push in the clear the
+        # whole remote is listed, to refuse what another tenant could read.
+        open_to_all = request.path.endswith("prefix=" + quote(f"{self.places[2]}/manifests/", ""))
+        received = 0 if open_to_all or request.status >= 400 else request.received
+        path = self._mask(request.path)
+        return f"{request.method} {path} {request.status}, sent {request.sent}, received {received}"
 
     def file(self, event: str, path: object) -> None:
         text = str(path)
         if isinstance(path, str | Path) and text.startswith(self.places[0]):
-            self._note(event, _NUMBER.sub("#", text))
+            self._note(event, text)
 
     def statement(self, sql: str) -> None:
         if not sql.startswith(_CONNECTING):
-            self._note("sql", _NUMBER.sub("#", sql))
+            self._note("sql", sql)
 
     def _note(self, event: str, what: str) -> None:
         assert self._now is not None
         with self._lock:
-            self._now.store.append(f"{event} {self._mask(what)}")
+            self._now.store.append(f"{event} {_NUMBER.sub('#', self._mask(what))}")
 
     def _mask(self, text: str) -> str:
         for place in self.places:
@@ -104,7 +114,7 @@ def parted(one: dict[str, Seen], other: dict[str, Seen]) -> str:
     """Where the same steps in two worlds differ first; empty for nowhere."""
     assert one.keys() == other.keys()
     for step, seen in one.items():
-        for what in ("answer", "store", "remote"):
+        for what in ("answer", "store", "remote", "counted"):
             here, there = getattr(seen, what), getattr(other[step], what)
             if here != there:
                 return (
@@ -120,28 +130,37 @@ def _only(value: Any, other: Any) -> str:
     return "\n".join(f"{count} x {line}" for line, count in sorted(lines.items()))
 
 
+def _counts() -> Counter[str]:
+    found = Counter[str]()
+    for metric in METRICS:
+        for series, value in metric.read().items():
+            number = value if isinstance(value, int) else value.counts[-1]
+            found[" ".join((metric.name, *series))] = number
+    return found
+
+
 _started: list[bool] = []
 _watching: list[Watch] = []
 
 
 @contextlib.contextmanager
 def _on(watch: Watch) -> Iterator[None]:
+    connect = sqlite3.connect
+
+    def traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.set_trace_callback(watch.statement)
+        return connection
+
     _watching.append(watch)
-    try:
-        yield
-    finally:
-        _watching.remove(watch)
+    with mock.patch.object(sqlite3, "connect", traced):
+        try:
+            yield
+        finally:
+            _watching.remove(watch)
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "sqlite3.connect/handle":
-        connection: sqlite3.Connection = arguments[0]
-        connection.set_trace_callback(_traced)
-    elif event in _FILES:
+    if event in _FILES:
         for watch in _watching:
             watch.file(event, arguments[0])
-
-
-def _traced(sql: str) -> None:
-    for watch in _watching:
-        watch.statement(sql)

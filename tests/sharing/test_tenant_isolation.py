@@ -123,6 +123,7 @@ def assert_watched_and_hit(seen: dict[str, Seen]) -> None:
         "push",
     } <= asked
     assert not {"look up", "explain", "ls", "save"} & asked
+    assert seen["look up"].counted["kvsnap_resumes_total miss not_stored"] == 1
     answers = {step: one.answer for step, one in seen.items()}
     assert answers["look up"]["resumed"]["reused_tokens"] == 0
     assert answers["read through"]["resumed"]["reused_tokens"] == 0
