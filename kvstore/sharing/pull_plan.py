@@ -56,6 +56,7 @@ def plan_pull(
     found = manifests.require(remote, store.keys, tenant_id(tenant), name)
     manifest = found.manifest
     assert manifest is not None
+    store.check_tenant(tenant_id(tenant))
     if store.trust is not None:
         store.trust.check_manifest(manifest, remote.url)
     try:

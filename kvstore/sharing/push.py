@@ -31,7 +31,6 @@ from kvsnap.formats.manifest import (
     pack_manifest,
 )
 from kvsnap.formats.session import SessionFile
-from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.rebuild import read_record
 from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.retry import try_again
@@ -109,7 +108,7 @@ def push(
         )
 
     trust = store.trust or (Trust({}) if sign else None)
-    tenant = store.keys.require(tenant_id) if encrypt or store.encrypt else None
+    encrypt = encrypt or store.encrypt
 
     def once() -> PushReport:
         with store.holds.lease() as lease:
@@ -119,14 +118,14 @@ def push(
                 session = _sign(store, session, trust)
             check_notes(store, session)
             plan = plan_push(
-                store, remote, session, force=force, known=known, trust=trust, tenant=tenant
+                store, remote, session, force=force, known=known, trust=trust, encrypt=encrypt
             )
             if trust is not None and not dry_run:
                 plan = replace(plan, manifest=plan.manifest.sign(trust.key))
-            if tenant is None and plan.replaces is None:
+            if plan.tenant is None and plan.replaces is None:
                 refuse_sharing(remote, tenant_id)
             show(plan)
-            moved = [] if dry_run else _apply(store, remote, plan, session, tenant, progress)
+            moved = [] if dry_run else _apply(store, remote, plan, session, progress)
             planned = plan.missing if dry_run else moved
             return PushReport(
                 session=name,
@@ -159,8 +158,11 @@ def push_chain(store: Store, remote: Remote, names: Sequence[bytes]) -> int:
     items = items_of_chain(store, names)
     if not items:
         return 0
-    if store.trust is None:
+    if store.trust is None and not store.encrypt:
         missing = missing_blocks(remote, items)
+    elif store.trust is None:
+        sizes = in_order(lambda item: remote.size(block_key(item.name)), items)
+        missing = [item for item, size in sizes if size != item.size]
     else:
         root_id = read_record(store.place.block(names[0])).record.root_id
         missing = unsigned_there(remote, items, root_id, store.trust)
@@ -196,10 +198,10 @@ def _apply(
     remote: Remote,
     plan: PushPlan,
     session: SessionFile,
-    tenant: Tenant | None,
     progress: Progress,
 ) -> Sequence[Item]:
     manifest, total, done = plan.manifest, plan.bytes, 0
+    tenant = plan.tenant
     progress(0, total)
 
     def send(item: Item) -> None:
@@ -213,7 +215,7 @@ def _apply(
         done += item.size
         progress(done, total)
     if not plan.unchanged:
-        _put_manifest(remote, plan, tenant)
+        _put_manifest(remote, plan)
     moved = {item.name: item for item in plan.missing}
     wait_for_sweep(remote)
     lacking = _not_there(remote, manifest, manifest.items)
@@ -227,8 +229,8 @@ def _apply(
     return list(moved.values())
 
 
-def _put_manifest(remote: Remote, plan: PushPlan, tenant: Tenant | None) -> None:
-    manifest = plan.manifest
+def _put_manifest(remote: Remote, plan: PushPlan) -> None:
+    manifest, tenant = plan.manifest, plan.tenant
     packed = pack_manifest(manifest) if tenant is None else seal_manifest(manifest, tenant)
     data = joined(packed)
     check_header(data)
@@ -236,13 +238,13 @@ def _put_manifest(remote: Remote, plan: PushPlan, tenant: Tenant | None) -> None
     if replaces == "":
         remote.delete(plan.key)
         replaces = None
-    if plan.instead:
-        remote.delete(plan.instead)
     if not remote.replace(plan.key, data, replaces):
         raise Diverged(
             f"somebody else pushed {plan.manifest.name!r} to {plan.url} meanwhile",
             "push again: what moved stays there",
         )
+    if plan.instead:  # not before: there must be no moment without the session
+        remote.delete(plan.instead)
 
 
 def _not_there(remote: Remote, manifest: Manifest, items: Sequence[Item]) -> list[Item]:

@@ -37,6 +37,8 @@ class PushPlan:
     instead: str
     replaces: str | None
     unchanged: bool
+    tenant: Tenant | None
+    """By whose key it is sealed there."""
     blocks: int
     """Of the session's chain, whether they are here or not."""
 
@@ -62,13 +64,17 @@ def plan_push(
     force: bool = False,
     known: Container[bytes] = (),
     trust: Trust | None = None,
-    tenant: Tenant | None = None,
+    encrypt: bool = False,
 ) -> PushPlan:
-    """What moves, with `trust` compared with signatures, with `tenant` as sealed files. Nothing is written, here or
-    there."""
+    """What moves, with `trust` with signatures where there is `trust`. A session that is sealed there stays
+    so. Nothing is written, here or there."""
     record = session.record
-    manifest = here = manifest_of(store, session, tenant)
     there = manifests.find(remote, store.keys, record.tenant_id, record.name)
+    encrypt = encrypt or (
+        there is not None and there.manifest is not None and there.manifest.sealed
+    )
+    tenant = store.keys.require(record.tenant_id) if encrypt else None
+    manifest = here = manifest_of(store, session, tenant)
     old = there.manifest if there is not None else None
     if old is not None:
         if not (force or old.session.file == manifest.session.file or old.session.file in known):
@@ -89,6 +95,7 @@ def plan_push(
         replaces=there.version if there is not None and there.key == key else None,
         instead=there.key if there is not None and there.key != key else "",
         unchanged=not force and named >= {item.name for item in manifest.items},
+        tenant=tenant,
         blocks=len(record.chain),
     )
 
@@ -137,10 +144,8 @@ def _missing(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[It
     """What has to move, as far as can be told from few questions: the end of the blocks that are
     there is galloped for, and the last few before it, where a push may have been cut off, and all
     that is no block are asked for one by one."""
-    if trust is not None:
-        return unsigned_there(remote, manifest.items, manifest.root_id, trust)
-    if manifest.sealed:
-        return unsealed_there(remote, manifest)
+    if trust is not None or manifest.sealed:
+        return _not_as_wanted(remote, manifest, trust)
     lacking = {item.name for item in missing_blocks(remote, manifest.of_kind(BLOCK))}
 
     def there(item: Item) -> bool:
@@ -151,23 +156,32 @@ def _missing(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[It
     return [item for item in manifest.items if item.name in lacking]
 
 
-def unsealed_there(remote: Remote, manifest: Manifest) -> list[Item]:
-    """What has to move to a sealed remote: a plain file there has another length, and is replaced."""
-
-    def there(item: Item) -> bool:
-        return remote.size(manifest.item_key(item)) == item.size
-
-    return [item for item, found in in_order(there, manifest.items) if not found]
-
-
 def unsigned_there(remote: Remote, items: Sequence[Item], root_id: str, trust: Trust) -> list[Item]:
-    """What has to move where signatures count: each block is looked at, and what else a session has
-    is small and goes in any case."""
+    """Blocks that have to move where signatures count: each is looked at."""
 
     def there(item: Item) -> bool:
-        return item.kind in (BLOCK, STATE) and is_signed_there(remote, item, root_id, trust)
+        return is_signed_there(remote, item, root_id, trust)
 
     return [item for item, found in in_order(there, items) if not found]
+
+
+def _not_as_wanted(remote: Remote, manifest: Manifest, trust: Trust | None) -> list[Item]:
+    """What has to move where signatures count, or all is sealed: each file is looked at. A plain block
+    has another length than a sealed one; what else a session has is small, and goes in any case."""
+    blocks = [item for item in manifest.items if item.kind in (BLOCK, STATE)]
+
+    def other_length(item: Item) -> bool:
+        return remote.size(manifest.item_key(item)) != item.size
+
+    lacking = set[bytes]()
+    if manifest.sealed:
+        looked_at = manifest.items if trust is None else blocks
+        lacking |= {item.name for item, other in in_order(other_length, looked_at) if other}
+    if trust is not None:
+        lacking |= {item.name for item in manifest.items if item.kind not in (BLOCK, STATE)}
+        unsure = [item for item in blocks if item.name not in lacking]
+        lacking |= {i.name for i in unsigned_there(remote, unsure, manifest.root_id, trust)}
+    return [item for item in manifest.items if item.name in lacking]
 
 
 def missing_blocks(remote: Remote, blocks: Sequence[Item]) -> list[Item]:

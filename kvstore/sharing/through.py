@@ -194,6 +194,7 @@ class Fetching:
     def _bring(self) -> str | None:
         """Why it ended before the last block, if it did."""
         store = self._through.store
+        store.check_tenant(self._root.tenant_id)
         with store.holds.lease() as lease, closing(self._arriving()) as arriving:
             for number, (block, data) in enumerate(arriving):
                 if self._stop:

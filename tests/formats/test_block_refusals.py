@@ -37,14 +37,14 @@ def refusal(file: bytes) -> KvsnapError:
     return caught.value
 
 
-@pytest.mark.parametrize("version", ["1", "99", "", "0.0", "00", "x" * 10**5, "\x1b[31m\n"])
+@pytest.mark.parametrize("version", ["0", "2", "99", "", "0.0", "00", "x" * 10**5, "\x1b[31m\n"])
 def test_another_format_version_is_refused_by_name(
     block_bytes: Bytes, resign: Bytes, version: str
 ) -> None:
     error = refusal(resign(block_bytes(), with_field(kvsnap=version)))
     assert type(error) is Unsupported
     assert "format version" in error.what
-    assert "reads version 0" in error.what
+    assert "reads version 1" in error.what
     assert len(version) > 20 or repr(version) in error.what
     assert error.hint
 
