@@ -52,7 +52,7 @@ def list_sessions(app: App, remote: Remote) -> None:
 
 def _row(found: Pushed) -> dict[str, Any]:
     manifest = found.manifest
-    tenant = found.key.split("/")[1]
+    tenant = found.key.partition("/")[2].partition("/")[0]  # a listing may hold any key
     if manifest is None:
         empty = dict.fromkeys(("tokens", "blocks", "stored_blocks", "revision", "bytes"))
         words = dict.fromkeys(("fidelity", "creator", "model"))

@@ -40,6 +40,8 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 KINDS = ("elements", "rows", "pages")
 _MAX_SIZE = 2**31 - 1
 """Of layers, heads, elements or bytes: what an identity in a file may claim of one of them."""
+_MAX_NAME = 64
+"""Characters of a group's or a plane's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,5 +300,6 @@ def _typed(value: Any, kind: type[_T]) -> _T:
 
 
 def _check_name(name: str) -> None:
-    if not name or "." in name:  # `GROUP.PLANE` must say which is which
+    # `GROUP.PLANE` must say which is which; and it is shown where something is wrong with its rows.
+    if not 1 <= len(name) <= _MAX_NAME or "." in name or not name.isprintable():
         raise Damaged(f"{reprlib.repr(name)} cannot name a group or a plane")

@@ -71,7 +71,8 @@ def decode_rows(
 ) -> None:
     """Fill `out` from a file's tensors. `tokens`: which of the file's tokens `out` holds; None: all."""
     left: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():  # once: a file may claim thousands of planes, and of tensors
+    # One pass: a file may claim thousands of planes, and as many tensors.
+    for key, tensor in tensors.items():
         name = ".".join(key.split(".", 2)[:2])
         left.setdefault(name, {})[key[len(name) :]] = tensor
     for name, (_, plane) in layout.planes().items():

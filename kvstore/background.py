@@ -32,7 +32,8 @@ def take_out(saving: Saving, lease: Lease, hold: Callable[[SessionFile], None]) 
     store, writer, wanted = saving.store, saving.writer, saving.wanted
     front = max(0, len(wanted) - MOST_BLOCKS)
     if front:
-        writer.put(wanted[:front], lease)
+        # In a store that became an encrypted one, blocks from before are stored once more, sealed.
+        writer.put(wanted[:front], lease, check_all=store.encrypt)
     writer.lease_stored(wanted, lease)
     missing = (block.start for block in wanted[front:] if not store.blocks.has(block.name))
     stop = len(wanted) * store.block_size

@@ -7,13 +7,13 @@ Any damage is a miss with a reason: `Miss` is raised here, and nothing above it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvsnap.formats.block import BlockFile, BlockRecord, pack_block
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import MAX_HEADER
-from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported
+from kvsnap.formats.errors import Damaged, KvsnapError, Sealed, StoreError, Unsupported
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout, Ranges, Rows
 from kvsnap.formats.rowset import Targets
@@ -33,9 +33,8 @@ from kvsnap.kvstore.wanted import Miss, Wanted
 _SCRATCH = files.Scratch()
 _MOST_SEEN = 100_000
 
-
-Fits = Callable[[BlockRecord], None]
-"""Raises where a file's record is not what was asked for."""
+Asked = tuple[Root, Wanted]
+"""What a file's record is compared with."""
 
 
 class Blocks:
@@ -48,12 +47,10 @@ class Blocks:
         space: Space,
         ram: Ram | None = None,
         opener: Opener | None = None,
-        *,
-        encrypt: bool = False,
     ) -> None:
         self.place, self.index, self.space, self.ram = place, index, space, ram
         self.opener = opener or Opener()
-        self.trust, self.encrypt = self.opener.trust, encrypt
+        self.trust = self.opener.trust
         self.misses: dict[bytes, str] = {}
         """Verdicts of this process: a block that failed once is not looked for again until it is
         stored again. Without it a read-only store would offer the same damaged block for ever."""
@@ -79,7 +76,7 @@ class Blocks:
         if self.trust is not None and not self.trust.lists(row.signer):
             self.set_aside(name, UNSIGNED)
             return False
-        if self.encrypt and not row.sealed:
+        if self.opener.keys.seals and not row.sealed:
             return False  # it is written once more, sealed
         size, changed = files.size_and_change(self.place.block(name))
         if size == row.bytes:
@@ -93,7 +90,10 @@ class Blocks:
         """
         if changed in (row.synced, self._seen.get(row.name)):
             return True
-        found = self._intact(row.name, None)
+        try:
+            found = self._intact(row.name, None)
+        except Sealed:
+            return False  # nobody here can tell
         if found is not None and len(found[0]) == row.bytes:
             self._see(row.name, changed)
             return True
@@ -134,7 +134,7 @@ class Blocks:
 
     def _sealed(self, root: Root, wanted: Wanted, file: Foreign) -> Foreign:
         """As this store keeps it. Raises `UsageError` where it is to be sealed and there is no key."""
-        if not self.encrypt or file.sealed:
+        if not self.opener.keys.seals or file.sealed:
             return file
         record, tenant = wanted.record(root), self.opener.keys.require(root.tenant_id)
         packed = seal(file.packed, clear_of_block(record, root.tenant_id, file.signer), tenant)
@@ -220,7 +220,7 @@ class Blocks:
         return rows
 
     def set_aside(
-        self, name: bytes, reason: str, fits: Fits | None = None, *, decode: bool = False
+        self, name: bytes, reason: str, asked: Asked | None = None, *, decode: bool = False
     ) -> bool:
         """Quarantine a block's file and mark what follows it unreachable, in one transaction.
 
@@ -233,14 +233,14 @@ class Blocks:
         try:
             with self.index.transaction() as db:
                 row = self.index.find(name)
-                found = self._intact(name, fits, decode=decode) if row is not None else None
+                found = self._intact(name, asked, decode=decode) if row is not None else None
                 if found is not None:
                     self.index.correct(db, name, len(found[0]), found[1].signer)
                     return True
                 if row is not None:
                     self.index.lose(db, name, reason)
                 self.place.set_aside(path, reason)
-        except StoreError:
+        except (StoreError, Sealed):
             pass  # remembered above; the caller's read goes on without the block
         return False
 
@@ -258,7 +258,7 @@ class Blocks:
         changed = files.size_and_change(path)[1]
         try:
             buffer = files.read_whole(path, _SCRATCH, self._largest(layout, tokens))
-            block = self.opener.block(buffer)
+            block = self.opener.block(buffer, root.tenant_id)
             self._compare(block.record, root, wanted)
             self._see(wanted.name, changed)
             events.block_read(len(buffer))
@@ -285,25 +285,28 @@ class Blocks:
             return False
         if self.trust is not None and not self.trust.lists(row.signer):
             return False
-        if self.encrypt and not row.sealed:
+        if self.opener.keys.seals and not row.sealed:
             return False
         known = changed in (row.synced, self._seen.get(wanted.name))
         if known and wanted.name not in self.misses:
             return True
-        found = self._intact(wanted.name, _fits(root, wanted), decode=True)
+        found = self._intact(wanted.name, (root, wanted), decode=True)
         return found is not None and len(found[0]) == row.bytes
 
     def _intact(
-        self, name: bytes, fits: Fits | None, *, decode: bool = False
+        self, name: bytes, asked: Asked | None, *, decode: bool = False
     ) -> tuple[memoryview, BlockFile] | None:
-        """A file that is intact, believed and, as far as can be told, the block of this name."""
+        """A file that is intact, believed and, as far as can be told, the block of this name. Raises
+        `Sealed` where it may be, and the key is not at hand."""
         try:
             buffer = files.read_whole(self.place.block(name))
-            block = self.opener.block(buffer)
+            block = self.opener.block(buffer, asked[0].tenant_id if asked is not None else None)
             if decode:
                 block.check_content()
-            if fits is not None:
-                fits(block.record)
+            if asked is not None:
+                self._compare(block.record, *asked)
+        except Sealed:
+            raise
         except (OSError, KvsnapError, Miss):
             return None
         return (buffer, block) if block.record.name == name else None
@@ -326,8 +329,7 @@ class Blocks:
     ) -> Miss:
         """`decode`: it was the rows that could not be decoded, which no digest tells."""
         events.block_missed(reason, against_file=aside)
-        fits = _fits(root, wanted)
-        intact = aside and self.set_aside(wanted.name, reason, fits, decode=decode)
+        intact = aside and self.set_aside(wanted.name, reason, (root, wanted), decode=decode)
         self.misses[wanted.name] = reason
         if intact and wanted.name not in self._read_again:
             # Evicted and stored again while it was read. Once: a disk that reads now right, now
@@ -340,7 +342,3 @@ class Blocks:
                 # it again must not be passed over.
                 self.misses.pop(wanted.name, None)
         return Miss(wanted.name, reason)
-
-
-def _fits(root: Root, wanted: Wanted) -> Fits:
-    return lambda record: Blocks._compare(record, root, wanted)

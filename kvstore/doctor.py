@@ -15,9 +15,10 @@ from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore.budget import disk_free
 from kvsnap.kvstore.holds import pin_key
 from kvsnap.kvstore.other_version import what_it_holds
-from kvsnap.kvstore.pins import pin_paths, read_pin
+from kvsnap.kvstore.pins import pin_paths
 from kvsnap.kvstore.place import SETTINGS, Place, default_path
 from kvsnap.kvstore.rebuild import block_names
+from kvsnap.kvstore.session_file import read_pin
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.unfinished import OURS
 

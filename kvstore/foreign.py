@@ -43,7 +43,7 @@ def check_foreign(
     Raises `Damaged` for what is not intact or not the block that is `wanted`, `Unsupported` for another
     version or a codec that is not here.
     """
-    block = opener.block(buffer)
+    block = opener.block(buffer, root.tenant_id, from_elsewhere=True)
     found = difference(block.record, root, wanted)
     if found is not None or len(block.record.token_ids) != len(wanted.token_ids):
         raise Damaged(found or "the file is another block's")

@@ -133,5 +133,12 @@ def follow_pin(db: sqlite3.Connection, key: str, chain: Sequence[bytes]) -> None
     db.execute("UPDATE holds SET block = ? WHERE kind = 'pin' AND owner = ?", (block, key))
 
 
+def rename_pin(db: sqlite3.Connection, old: str, new: str) -> None:
+    """Inside a transaction: a session's file, and so its pin's, gets another name."""
+    if db.execute("SELECT 1 FROM holds WHERE kind = 'pin' AND owner = ?", (old,)).fetchall():
+        end_pin(db, new)  # of a killed one's try
+        db.execute("UPDATE holds SET owner = ? WHERE kind = 'pin' AND owner = ?", (new, old))
+
+
 def end_pin(db: sqlite3.Connection, key: str) -> None:
     db.execute("DELETE FROM holds WHERE kind = 'pin' AND owner = ?", (key,))

@@ -276,7 +276,13 @@ class Index(Database):
 
 
 def root_number(db: sqlite3.Connection, root_id: str, identity: str, sealed_for: str = "") -> int:
-    sql = "INSERT OR IGNORE INTO roots(root_id, identity, tenant) VALUES (?, ?, ?)"
+    """Of a root with any sealed file the identity is not kept: a plain store may have become an
+    encrypted one."""
+    sql = (
+        "INSERT INTO roots(root_id, identity, tenant) VALUES (?, ?, ?) ON CONFLICT(root_id) DO UPDATE"
+        " SET identity = '', tenant = excluded.tenant"
+        " WHERE excluded.tenant != '' AND (identity != '' OR tenant = '')"
+    )
     db.execute(sql, (root_id, identity, sealed_for))
     found: int = db.execute("SELECT id FROM roots WHERE root_id = ?", (root_id,)).fetchone()[0]
     return found

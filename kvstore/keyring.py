@@ -11,6 +11,8 @@ class Keyring:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
+        self.seals = False
+        """Whether the store is an encrypted one: what it writes is sealed."""
 
     def add(self, tenant: Tenant | None) -> None:
         if tenant is not None:
@@ -18,6 +20,10 @@ class Keyring:
 
     def get(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
+
+    def first(self) -> Tenant | None:
+        """The one that was given first."""
+        return next(iter(self._tenants.values()), None)
 
     def require(self, tenant_id: str) -> Tenant:
         """The key to seal with. Raises `UsageError` where there is none."""

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import KvsnapError, NotFound
-from kvsnap.formats.pin import BLOCK, SESSION, PinRecord, pack_pin, parse_pin
+from kvsnap.formats.pin import BLOCK, SESSION, PinRecord, pack_pin
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore import files
 from kvsnap.kvstore.gallop import gallop
@@ -18,7 +17,7 @@ from kvsnap.kvstore.holds import end_pin, pin_key, set_pin
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.keyring import Keyring
 from kvsnap.kvstore.place import Place
-from kvsnap.kvstore.session_file import stands_on
+from kvsnap.kvstore.session_file import read_pin, stands_on
 from kvsnap.kvstore.sessions import Sessions
 from kvsnap.kvstore.space import Space
 
@@ -162,12 +161,6 @@ def is_pinned(path: Path) -> bool:
     except (KvsnapError, OSError):
         return False
     return not until or until > time.time()
-
-
-def read_pin(path: Path) -> PinRecord:
-    buffer = files.read_whole(path)
-    check_file_digest(buffer)
-    return parse_pin(buffer)
 
 
 def _until(seconds: float | None) -> int:

@@ -18,8 +18,8 @@ sessions   what `ls` shows of each session file, as long as the file's stamp is 
 
 from __future__ import annotations
 
-INDEX_VERSION = 7
-TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters", "weights")
+INDEX_VERSION = 8
+TABLES = ("sessions", "unfinished", "holds", "blocks", "totals", "roots", "counters")
 """In an order in which they can be dropped."""
 
 SCHEMA = """
@@ -62,9 +62,7 @@ CREATE TABLE sessions(
   facts TEXT NOT NULL);
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO counters VALUES ('clock', 0), ('requests', 0), ('reused_tokens', 0),
-  ('computed_tokens', 0), ('evicted_blocks', 0), ('session_bytes', 0), ('leaf_chain_bytes', 0);
-CREATE TABLE weights(
-  path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL)
+  ('computed_tokens', 0), ('evicted_blocks', 0), ('session_bytes', 0), ('leaf_chain_bytes', 0)
 """
 
 RULES = """

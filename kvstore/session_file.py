@@ -1,4 +1,4 @@
-"""One session file: read with every check."""
+"""One session file, and the pin of one: read with every check."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvsnap.formats.container import check_file_digest
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Sealed
+from kvsnap.formats.pin import PinRecord, parse_pin
 from kvsnap.formats.sealed import Clear, is_sealed, parse_sealed
 from kvsnap.formats.session import KIND, SessionFile, SessionRecord, parse_session
 from kvsnap.kvstore import files
@@ -19,7 +20,7 @@ def read_session(path: Path, keys: Keyring, *, strict: bool = False) -> SessionF
     can be read.) Raises `Sealed` where its tenant's key is not at hand."""
     buffer = files.read_whole(path)
     if is_sealed(buffer):
-        return open_session(buffer, keys)
+        return open_session(buffer, keys, path.parent.name)
     try:
         check_file_digest(buffer)
     except Damaged:
@@ -36,12 +37,15 @@ def read_session(path: Path, keys: Keyring, *, strict: bool = False) -> SessionF
     return parse_session(buffer)
 
 
-def open_session(buffer: memoryview, keys: Keyring) -> SessionFile:
-    """A sealed session file. Raises as `read_session`."""
+def open_session(buffer: memoryview, keys: Keyring, tenant_id: str | None = None) -> SessionFile:
+    """A sealed session file. `tenant_id`: whose it has to be, where that is known. Raises as
+    `read_session`."""
     check_file_digest(buffer)
     sealed = parse_sealed(buffer)
     if sealed.clear.kind != KIND:
         raise Damaged(f"a sealed {sealed.clear.kind} where a session belongs")
+    if tenant_id not in (None, sealed.clear.tenant_id):
+        raise Damaged("the file is sealed by another tenant's key")
     session = parse_session(sealed.open(keys.get(sealed.clear.tenant_id)))
     if clear_of_session(session.record) != sealed.clear:
         raise Damaged("the sealed file holds another session than it says")
@@ -61,6 +65,13 @@ def stands_on(path: Path, keys: Keyring) -> tuple[bytes, ...]:
     except Sealed:
         last = parse_sealed(files.read_whole(path)).clear.last
         return (last,) if last else ()
+
+
+def read_pin(path: Path) -> PinRecord:
+    """A pin's file. Raises `Damaged`, `Unsupported` or OSError."""
+    buffer = files.read_whole(path)
+    check_file_digest(buffer)
+    return parse_pin(buffer)
 
 
 def no_session(name: str) -> NotFound:

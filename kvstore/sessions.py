@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,28 @@ import numpy as np
 
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.container import Packed
-from kvsnap.formats.errors import Damaged, NotFound, SessionMoved, StoreError, StoreFull
+from kvsnap.formats.errors import (
+    Damaged,
+    NotFound,
+    Sealed,
+    SessionMoved,
+    StoreError,
+    StoreFull,
+    Unsupported,
+    Vanished,
+)
 from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.pin import pack_pin
 from kvsnap.formats.sealed import seal, sealed_name
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
 from kvsnap.formats.session_name import SUFFIX, session_file_name
 from kvsnap.kvstore import files
-from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key
+from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key, rename_pin
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.locks import one_at_a_time
 from kvsnap.kvstore.opener import Opener
-from kvsnap.kvstore.place import Place
-from kvsnap.kvstore.session_file import clear_of_session, no_session, read_session
+from kvsnap.kvstore.place import Place, read_settings
+from kvsnap.kvstore.session_file import clear_of_session, no_session, read_pin, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
 from kvsnap.kvstore.space import Room, Space
 
@@ -55,10 +64,8 @@ class Sessions:
         index: Index,
         space: Space,
         opener: Opener | None = None,
-        *,
-        encrypt: bool = False,
     ) -> None:
-        self.place, self.index, self.space, self.encrypt = place, index, space, encrypt
+        self.place, self.index, self.space = place, index, space
         opener = opener or Opener()
         self.trust, self.keys = opener.trust, opener.keys
 
@@ -75,7 +82,7 @@ class Sessions:
         if tenant is None:
             return [plain]
         sealed = folder / f"{sealed_name(tenant, name)}{SUFFIX}"
-        return [sealed, plain] if self.encrypt else [plain, sealed]
+        return [sealed, plain] if self.keys.seals else [plain, sealed]
 
     def load(self, tenant_id: str, name: str) -> SessionFile:
         """Read and check one session. Raises `NotFound`, or `Damaged` with the file left alone."""
@@ -86,7 +93,8 @@ class Sessions:
             raise no_session(name) from None
         except OSError as error:
             raise files.store_error(error, path, "read") from error
-        except Damaged as error:
+        except (Damaged, Sealed) as error:
+            # Sealed: the file stands where only this tenant's can, and is another's by what it says.
             raise Damaged(f"session {name!r} is damaged: {error.what}", _SAVE_AGAIN) from error
         if found.record.name != name or found.record.tenant_id != tenant_id:
             raise Damaged(
@@ -123,7 +131,7 @@ class Sessions:
     def draft_of(self, record: SessionRecord, packed: Packed) -> Iterator[Draft]:
         """The same of a file that is packed already, its bytes as they are."""
         stored = packed
-        if self.encrypt:
+        if self.keys.seals:
             stored = seal(packed, clear_of_session(record), self.keys.require(record.tenant_id))
         with self.space.write(stored) as room:
             yield Draft(record, packed, room, stored.size)
@@ -133,10 +141,12 @@ class Sessions:
 
         Returns the file as it was written, never read back; None where something else stands there.
         The whole file that a save started from is compared, not its revision alone: a session can
-        be removed and saved anew, or an older file put back. A damaged one goes to quarantine.
+        be removed and saved anew, or an older file put back. A damaged one goes to quarantine. Raises
+        `Vanished` where the store has become an encrypted one: the draft is not sealed.
         """
         record, room = draft.record, draft.room
-        path, *others = self._paths(record.tenant_id, record.name)
+        paths = self._paths(record.tenant_id, record.name)
+        path = paths[0]
         files.make_dir(path.parent)
         files.sync_all([room.path])
         with files.store_errors(room.path):
@@ -147,29 +157,25 @@ class Sessions:
             with one_at_a_time(path.parent), self.index.transaction() as db:
                 if self.version(record.tenant_id, record.name) != started_from:
                     return None
-                if started_from == (0, "") and files.stands(path):
-                    self.place.set_aside(path, "a session file that could not be read")
-                for other in filter(files.stands, others):
-                    self._move_pin(db, other, path)
-                    forget_session(db, other)
-                    other.unlink()
+                self._refuse_unsealed()
+                for bad in filter(files.stands, paths if started_from == (0, "") else ()):
+                    self.place.set_aside(bad, "a session file that could not be read")
+                for other in paths[1:]:
+                    rename_pin(db, pin_key(other), pin_key(path))
                 follow_pin(db, pin_key(path), record.path)
-                count_session(db, path, draft.size, record, sealed=self.encrypt)
+                count_session(db, path, draft.size, record, sealed=self.keys.seals)
                 room.publish(db, path)
         except StoreError:
             if not room.published:
                 raise  # else the file stands, and the next listing finds what the index missed
-        note_session(self.index, path, inode, record, sealed=self.encrypt)
+        note_session(self.index, path, inode, record, sealed=self.keys.seals)
         return parse_session(memoryview(b"".join(draft.packed.buffers)))
 
-    def _move_pin(self, db: sqlite3.Connection, old: Path, new: Path) -> None:
-        """A session's file gets another name when its store becomes an encrypted one."""
-        with contextlib.suppress(FileNotFoundError):
-            self.place.pin(old).rename(self.place.pin(new))
-        db.execute(
-            "UPDATE holds SET owner = ? WHERE kind = 'pin' AND owner = ?",
-            (pin_key(new), pin_key(old)),
-        )
+    def _refuse_unsealed(self) -> None:
+        """Another process may have made the store an encrypted one since the draft was written."""
+        if not self.keys.seals and read_settings(self.place).encrypt:
+            self.keys.seals = True
+            raise Vanished("the store became an encrypted one meanwhile", "save again")
 
     def store_beside(
         self, record: SessionRecord, codec: Codec, layout: Layout, tail: Rows
@@ -194,9 +200,29 @@ class Sessions:
                 )
 
     def sync(self, record: SessionRecord) -> None:
-        """Bring the folders' entries of a saved session to the device."""
-        folder = self.path(record.tenant_id, record.name).parent
-        files.sync_all([folder, folder.parent, self.place.root])
+        """Bring the folders' entries of a saved session to the device. What stood unsealed in a store
+        that became an encrypted one goes then: not before, or a kill could leave neither."""
+        path, *others = self._paths(record.tenant_id, record.name)
+        files.sync_all([path.parent, path.parent.parent, self.place.root])
+        for other in filter(files.stands, others):
+            with one_at_a_time(path.parent), files.store_errors(other):
+                if files.stands(path):
+                    self._replace(other, path)
+
+    def _replace(self, old: Path, new: Path) -> None:
+        """Remove a session's file that `new` is the later form of, and let its pin, which names the
+        file, follow."""
+        with contextlib.suppress(Damaged, Unsupported, FileNotFoundError):
+            pinned = read_pin(self.place.pin(old))
+            moved = dataclasses.replace(pinned, name=new.name.removesuffix(SUFFIX))
+            with self.space.write(pack_pin(moved)) as room:
+                files.sync_all([room.path])
+                with self.index.transaction() as db:
+                    rename_pin(db, pin_key(old), pin_key(new))
+                    room.publish(db, self.place.pin(new))
+        with self.index.transaction() as db:
+            forget_session(db, old)
+            self._delete(old)
 
     def require(self, tenant_id: str, name: str) -> Path:
         """The path of a session that is there, readable or not; raises `NotFound`."""
@@ -208,7 +234,10 @@ class Sessions:
     def remove(self, tenant_id: str, name: str) -> int:
         """Delete one session file and its pin (its blocks stay for others, and may be evicted);
         returns the bytes freed."""
-        path = self.require(tenant_id, name)
+        self.require(tenant_id, name)
+        return sum(map(self._remove, filter(files.stands, self._paths(tenant_id, name))))
+
+    def _remove(self, path: Path) -> int:
         size = files.file_size(path)
         try:
             with self.index.transaction() as db:

@@ -59,6 +59,8 @@ def connect(path: Path) -> sqlite3.Connection:
     # NORMAL: no sync a commit. A lost commit is a block that the next save or rebuild finds again,
     # never a session: those are files.
     connection.execute("PRAGMA synchronous = NORMAL")
+    # A plain store's token ids, once it is an encrypted one; some builds of SQLite do this by default.
+    connection.execute("PRAGMA secure_delete = ON")
     # The log is copied back when it has 4 MB, SQLite's default (each time costs two syncs), and
     # sooner on a small disk, where it would take the blocks' room: nothing counts it.
     with store_errors(path):

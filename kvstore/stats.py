@@ -101,12 +101,12 @@ def _holds(store: Store, tenant_id: str | None, of: str) -> Counter[str]:
 
 def _models(store: Store, roots: set[int]) -> int:
     """Models and settings: one that is stored in several fidelities counts once."""
-    found = set()
+    found = set[str | int]()
     for number, identity in store.index.query("SELECT id, identity FROM roots"):
         if number in roots:
             with contextlib.suppress(Damaged):
                 identity = str(sorted((parse_identity(identity) | {"fidelity": ""}).items()))
-            found.add(identity)
+            found.add(identity or number)  # of a sealed one no more is known
     return len(found)
 
 

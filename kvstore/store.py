@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvsnap.formats.codecs import compiled
-from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, UsageError, Vanished
-from kvsnap.formats.identity import parse_identity
+from kvsnap.formats.errors import KvsnapError, NotFound, StoreReadOnly, UsageError, Vanished
 from kvsnap.formats.session import SessionFile
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore import files
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
     from kvsnap.kvstore.remotes.base import Remote
     from kvsnap.kvstore.sharing.behind import Behind
     from kvsnap.kvstore.sharing.through import Through
+
+
+ENCRYPT_VARIABLE = "KVSNAP_ENCRYPT"
 
 
 class Store:
@@ -82,12 +84,8 @@ class Store:
         """Whom the store believes; None where it asks for no signatures."""
         self.keys = Keyring()
         """Tenants' keys, of whoever uses the store through this object."""
-        self.encrypt = encrypt or settings.encrypt
-        """Whether what is written is sealed by its tenant's key."""
         self._apart: set[str] = set()
         """Tenants who do not share this store with another."""
-        if self.encrypt and not settings.encrypt:
-            change_settings(place, ENCRYPT, lambda old: True)
         if os.environ.get("KVSNAP_COMPILED") == "1":
             compiled.allow()
         self.progress: Callable[[int, int], None] = lambda done, total: None
@@ -95,9 +93,13 @@ class Store:
         self.index = Index(place.index, self._fill)
         self.block_size = settings.block_size
         self.place = place
+        self.keys.seals = settings.encrypt
         if not settings.created and files.is_folder(place.blocks):
             self.block_size = self._block_size_in_use() or settings.block_size
+            encrypt = encrypt or bool(self.index.query("SELECT 1 FROM roots WHERE tenant != ''"))
         self.place = Place(place.root, self.block_size)
+        if (encrypt or os.environ.get(ENCRYPT_VARIABLE) == "1") and not settings.encrypt:
+            self._become_encrypted()
         self.owner = Owner(self.place.temporary)
         self.holds = Holds(self.index, self.owner)
         self.space = Space(self.place, self.index, self.holds, self.budget)
@@ -105,11 +107,11 @@ class Store:
         self.calibrations = Calibrations(self.place, self.index, self.space)
         self.opener = Opener(self.trust, self.calibrations.prepare, self.keys)
         own = (self.place, self.index, self.space)
-        self.blocks = Blocks(*own, tier, self.opener, encrypt=self.encrypt)
-        self.sessions = Sessions(*own, self.opener, encrypt=self.encrypt)
+        self.blocks = Blocks(*own, tier, self.opener)
+        self.sessions = Sessions(*own, self.opener)
         self.pins = Pins(self.place, self.index, self.sessions, self.space)
         self.listing = SessionList(self.place, self.index, self.keys)
-        self.file_digest = FileDigests(self.index)
+        self.file_digest = FileDigests()
         self.through: Through | None = None
         """Where what is missing here is looked for."""
         self.behind: Behind | None = None
@@ -128,13 +130,20 @@ class Store:
     def path(self) -> Path:
         return self.place.root
 
+    @property
+    def encrypt(self) -> bool:
+        """Whether what is written is sealed by its tenant's key."""
+        return self.keys.seals
+
     def check_tenant(self, tenant_id: str) -> None:
         """Before anything is computed that is to be stored for a tenant: raises `UsageError` where it
         could not be sealed, or would lie open to other tenants."""
-        if self.encrypt:
+        if not self.keys.seals:  # or another process has made it an encrypted one meanwhile
+            self.keys.seals = read_settings(self.place).encrypt
+        if self.keys.seals:
             self.keys.require(tenant_id)
         elif tenant_id not in self._apart:
-            refuse_shared_store(self.place, tenant_id)
+            refuse_shared_store(self.place, self.index, tenant_id, self.keys.get(tenant_id))
             self._apart.add(tenant_id)
 
     def sync(self, names: Sequence[bytes]) -> None:
@@ -220,15 +229,17 @@ class Store:
     def _block_size_in_use(self) -> int | None:
         """That of the blocks stored last, where kvsnap.json is lost or damaged: with another one
         nothing that is stored would ever be found again."""
-        sql = "SELECT r.identity FROM blocks b JOIN roots r ON r.id = b.root ORDER BY b.id DESC"
-        for (identity,) in self.index.query(f"{sql} LIMIT 1"):
-            try:
-                size = parse_identity(identity).get("block_size")
-            except Damaged:
-                return None
+        sql = "SELECT length FROM blocks WHERE state = 0 AND lost IS NULL ORDER BY id DESC LIMIT 1"
+        for (size,) in self.index.query(sql):
             if type(size) is int and 1 <= size <= 2**16:
                 return size
         return None
+
+    def _become_encrypted(self) -> None:
+        """For good; also where kvsnap.json is lost, and there are sealed files."""
+        self.keys.seals = True
+        with contextlib.suppress(StoreReadOnly):  # nothing will be written then
+            change_settings(self.place, ENCRYPT, lambda old: True)
 
     def _fill(self, db: sqlite3.Connection) -> None:
         fill_from_files(self.place, db, self.progress)

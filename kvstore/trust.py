@@ -27,10 +27,12 @@ _MOST_COMPARED = 100_000
 
 
 def trust_of(stored: Mapping[str, str], given: Iterable[str]) -> Trust | None:
-    """Of a store's own list, of what a caller gives and of KVSNAP_TRUST, public keys with commas
-    between them; None where all are empty. Raises `UsageError`."""
+    """Of what a caller gives and of KVSNAP_TRUST (public keys with commas between them), and only
+    where there is neither, of the store's own list: who may write to a store must not be able to add
+    to what its user says. None where all are empty. Raises `UsageError`."""
     named = [text for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
-    listed = {public_key(text): "" for text in (*given, *named)} | dict(stored)
+    outside = {public_key(text): stored.get(public_key(text), "") for text in (*given, *named)}
+    listed = outside or dict(stored)
     return Trust(listed) if listed else None
 
 

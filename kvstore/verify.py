@@ -152,7 +152,7 @@ def _block_file(store: Store, path: Path, tenant: Tenant | None, report: VerifyR
         buffer = files.read_whole(path)
         if is_sealed(buffer) and store.place.block(parse_sealed(buffer).clear.name) != path:
             raise Damaged("the sealed file is another block's")
-        block = store.opener.block(buffer)
+        block = store.opener.block(buffer, tenant.tenant_id if tenant is not None else None)
         store.calibrations.prepare(block.codec)
         block.check_content()
         record = block.record

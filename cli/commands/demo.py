@@ -98,7 +98,7 @@ class _Runner:
     def kvsnap(
         self, *arguments: str, engine: bool = True, generate: bool = False, store: str = "store"
     ) -> dict[str, Any]:
-        command = [sys.executable, "-m", "kvsnap", "--json", "--quiet"]
+        command = [sys.executable, "-P", "-m", "kvsnap", "--json", "--quiet"]
         command += ["--store", str(self.folder / store), *arguments]
         command += ["--model", str(self.model)] if engine else []
         command += ["--max-tokens", str(self.max_tokens)] if generate else []

@@ -196,7 +196,7 @@ def _read_group(
     prefix: str, layers: int, row: tuple[int, int], left: dict[str, Tensor]
 ) -> LayerGroup:
     heads, dim = row
-    width = layers * heads * dim
+    width, brief = layers * heads * dim, reprlib.repr(prefix[:-1])  # a name may be anything
     found = {key: left.pop(prefix + key, None) for key in _KINDS}
     first = found["basis"]
     kept = first.shape[0] if first is not None and first.shape else 0
@@ -212,27 +212,31 @@ def _read_group(
     for key, kind in _KINDS.items():
         tensor = found[key]
         if tensor is None or tensor.dtype != kind or tensor.shape != shapes[key]:
-            raise Damaged(f"tensor {prefix}{key} is missing or not {kind} {shapes[key]}")
+            raise Damaged(f"tensor {key} of {brief} is missing or not {kind} {shapes[key]}")
         array = np.frombuffer(tensor.data, _DTYPES[kind]).astype(np.float32)
         if not np.isfinite(array).all():
-            raise Damaged(f"tensor {prefix}{key} holds values that are no numbers")
+            raise Damaged(f"tensor {key} of {brief} holds values that are no numbers")
         arrays[key] = array.reshape(tensor.shape)
     spread, metric = arrays["spread"], arrays["metric"]
     if not 0 < kept <= width or (spread <= 0).any() or (np.diff(spread) > 0).any():
-        raise Damaged(f"tensor {prefix}spread is not a falling list of spreads")
+        raise Damaged(f"tensor spread of {brief} is not a falling list of spreads")
     with np.errstate(over="ignore"):
         basis = arrays["basis"] * arrays["scale"]
     if not np.isfinite(basis).all() or not _positive(metric):
-        raise Damaged(f"the basis or the metric of {prefix[:-1]} cannot be used")
+        raise Damaged(f"the basis or the metric of {brief} cannot be used")
     return LayerGroup(layers, basis, arrays["mean"], metric, spread, arrays["weigher"])
 
 
 def _positive(metric: Array) -> bool:
+    """Positive definite, and such that `LayerGroup.reach` is a number: `cholesky` looks at one half of
+    each block only, and one whose other half differs may have no inverse."""
+    whole = metric.astype(np.float64)
     try:
-        np.linalg.cholesky(metric.astype(np.float64))
+        np.linalg.cholesky(whole)
+        reach = np.diagonal(np.linalg.inv(whole), axis1=1, axis2=2)
     except np.linalg.LinAlgError:
         return False
-    return True
+    return bool((np.isfinite(reach) & (reach > 0)).all())
 
 
 def _shapes(text: str) -> dict[str, tuple[list[int], tuple[int, int]]]:

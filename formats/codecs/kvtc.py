@@ -66,6 +66,10 @@ class Kvtc(CalibratedCodec):
 
     def encode(self, at: Stretch, rows: Array) -> dict[str, Tensor]:
         plane = self._plane(at, rows)
+        with _whatever():
+            return self._stored(at, plane, rows)
+
+    def _stored(self, at: Stretch, plane: PlaneCalibration, rows: Array) -> dict[str, Tensor]:
         kept = escape.kept_tokens(at, rows)
         for _ in range(_TRIES):
             coded = np.flatnonzero(~kept)
@@ -91,14 +95,15 @@ class Kvtc(CalibratedCodec):
         tokens = np.flatnonzero(coded)
         values = np.zeros(at.plane.file_shape(*out.shape[:2]), np.float32)
         codes = _Codes(stored[".codes"])
-        for layers, group in _groups(plane):
-            for some in _chunks(tokens):
-                part = parts.unpack_part(group, self.step, len(some), codes.take)
-                again = parts.vectors(group, self.step, part)
-                values[layers, some] = _as_rows(again, group, at)
+        with _whatever():
+            for layers, group in _groups(plane):
+                for some in _chunks(tokens):
+                    part = parts.unpack_part(group, self.step, len(some), codes.take)
+                    again = parts.vectors(group, self.step, part)
+                    values[layers, some] = _as_rows(again, group, at)
+            _rotate(at, values)
         if len(codes.left):
             raise Damaged("tensor .codes is longer than its tokens")
-        _rotate(at, values)
         narrowed = narrow(at.plane.dtype, values.reshape(out.shape))
         if len(tokens) == out.shape[1]:
             out[...] = narrowed
@@ -107,6 +112,10 @@ class Kvtc(CalibratedCodec):
 
     def max_error(self, at: Stretch, rows: Array) -> Array:
         plane = self._plane(at, rows)
+        with _whatever():
+            return self._bound(at, plane, rows)
+
+    def _bound(self, at: Stretch, plane: PlaneCalibration, rows: Array) -> Array:
         kept = escape.kept_tokens(at, rows)
         values = _values(at, rows, kept)
         limit = np.zeros(values.shape, np.float32)
@@ -175,6 +184,12 @@ class Kvtc(CalibratedCodec):
         reach = group.reach.reshape(group.layers, 1, heads, 1)
         limit: Array = reach * steps[:, None, None]
         return limit
+
+
+def _whatever() -> np.errstate:
+    """A calibration from elsewhere, or codes that nobody encoded, may give infinities and NaN. The
+    encoder keeps such tokens exactly; a decoder's rows are those of the file. No word on stderr."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 def _groups(plane: PlaneCalibration) -> Iterator[tuple[slice, LayerGroup]]:

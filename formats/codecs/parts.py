@@ -89,7 +89,7 @@ def possible(step: float, components: Array) -> Array:
 def told_weights(group: LayerGroup, components: Array) -> Array:
     """int8 [tokens] for unweighted components [tokens, kept]."""
     found: Array = np.rint(group.features(components) @ group.weigher * entropy.PER_OCTAVE)
-    return found.clip(*_WEIGHTS).astype(np.int8)
+    return np.nan_to_num(found).clip(*_WEIGHTS).astype(np.int8)  # a weigher's sum may have no value
 
 
 def deviations(step: float, weights: Array) -> Array:

@@ -112,7 +112,7 @@ def _problem(session: Session, root: Root, wanted: Wanted, check: bool) -> str |
         return None
     try:
         buffer = files.read_whole(path)
-        block = session.store.opener.block(buffer)
+        block = session.store.opener.block(buffer, root.tenant_id)
         session.store.calibrations.prepare(block.codec)
         block.check_content()
     except KvsnapError as error:

@@ -7,6 +7,7 @@ from kvsnap.formats.errors import Damaged
 from kvsnap.formats.identity import Root
 from kvsnap.formats.layout import Layout
 from kvsnap.formats.manifest import Item, Manifest, block_key
+from kvsnap.formats.sealed import is_sealed
 from kvsnap.kvstore.foreign import Foreign, check_foreign
 from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.remotes.base import Remote
@@ -21,11 +22,16 @@ def fetch_block(
     wanted: Wanted,
     layout: Layout,
     content: str | None = None,
+    *,
+    sealed: bool = False,
 ) -> Foreign:
-    """A block or state checkpoint, down to its rows. `content`: the digest that a manifest gives them.
+    """A block or state checkpoint, down to its rows. `content`: the digest that a manifest gives them; `sealed`: the
+    manifest is, and so all blocks that it names.
     `layout` is the root's. Raises `NotFound`, `Damaged`, `Unsupported` or `RemoteError`."""
     found = remote.get(block_key(wanted.name), longest_block(wanted, layout))
     check_header(memoryview(found.data))
+    if sealed and not is_sealed(memoryview(found.data)):
+        raise Damaged("the file is not sealed, as its manifest is")
     return check_foreign(opener, root, wanted, memoryview(found.data), content)
 
 

@@ -194,7 +194,8 @@ def _fetch(
             return Damaged(_NO_PARENT)
         try:
             own, content = wanted[item.name], content_of(item)
-            return fetch_block(remote, store.opener, plan.root, own, layout, content)
+            sealed = plan.manifest.sealed
+            return fetch_block(remote, store.opener, plan.root, own, layout, content, sealed=sealed)
         except (NotFound, Damaged, Unsupported) as error:
             return error
 

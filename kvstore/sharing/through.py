@@ -221,8 +221,10 @@ class Fetching:
         if self._stop:
             return KvsnapError(NOT_FETCHED)
         try:
-            opener = self._through.store.opener
-            return fetch_block(self._through.remote, opener, self._root, block, self._layout)
+            # An encrypted store's remote is sealed: anyone can have put a plain block there.
+            opener, sealed = self._through.store.opener, self._through.store.encrypt
+            remote, root = self._through.remote, self._root
+            return fetch_block(remote, opener, root, block, self._layout, sealed=sealed)
         except KvsnapError as error:
             return error
 

@@ -89,7 +89,8 @@ def _session(
             if item.kind == CALIBRATION:
                 register(fetch_calibration(remote, manifest, item))
             else:
-                fetch_block(remote, opener, root, wanted[item.name], layout, content_of(item))
+                own, content, sealed = wanted[item.name], content_of(item), manifest.sealed
+                fetch_block(remote, opener, root, own, layout, content, sealed=sealed)
         except (NotFound, Damaged, Unsupported) as error:
             return error
         return None
