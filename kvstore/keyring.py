@@ -21,10 +21,6 @@ class Keyring:
     def get(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
 
-    def first(self) -> Tenant | None:
-        """The one that was given first."""
-        return next(iter(self._tenants.values()), None)
-
     def require(self, tenant_id: str) -> Tenant:
         """The key to seal with. Raises `UsageError` where there is none."""
         found = self._tenants.get(tenant_id)

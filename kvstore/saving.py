@@ -77,7 +77,7 @@ class Saving:
         if self.new is not None and name is not None:
             behind.send_session(self.new.record.tenant_id, name, replaced)
         else:
-            behind.send_chain([block.name for block in self.wanted])
+            behind.send_chain(self.writer.root.tenant_id, [block.name for block in self.wanted])
 
     def _replace(self, new: NextVersion, lease: Lease) -> tuple[SessionRecord, int]:
         """What the session is now, and how many blocks of its chain are stored."""

@@ -239,7 +239,8 @@ class Session:
                 self._writer.put(wanted, lease)
                 self._writer.put_states(self._writer.waiting_on(wanted), lease)
             if self.store.behind is not None and self.name is None:
-                self.store.behind.send_chain([block.name for block in wanted])
+                names = [block.name for block in wanted]
+                self.store.behind.send_chain(self.tenant_id, names)
 
         try_again(put)
 

@@ -27,11 +27,12 @@ from kvsnap.formats.pin import pack_pin
 from kvsnap.formats.sealed import seal, sealed_name
 from kvsnap.formats.session import SessionFile, SessionRecord, pack_session, parse_session
 from kvsnap.formats.session_name import SUFFIX, session_file_name
+from kvsnap.formats.tenant import NO_TENANT_ID
 from kvsnap.kvstore import files
 from kvsnap.kvstore.holds import end_pin, follow_pin, pin_key, rename_pin
 from kvsnap.kvstore.index import Index
 from kvsnap.kvstore.locks import one_at_a_time
-from kvsnap.kvstore.opener import Opener
+from kvsnap.kvstore.opener import UNSEALED, Opener
 from kvsnap.kvstore.place import Place, read_settings
 from kvsnap.kvstore.session_file import clear_of_session, no_session, read_pin, read_session
 from kvsnap.kvstore.session_list import count_session, forget_session, note_session
@@ -104,9 +105,14 @@ class Sessions:
 
     def tail_rows(self, session: SessionFile) -> dict[str, np.ndarray]:
         """The rows of a session's tail, checked. Raises `Damaged`, also where nobody whom this store
-        trusts signed them: the conversation can be read nevertheless."""
-        if self.trust is not None and session.record.tail_tokens:
-            self.trust.check_session(session)
+        trusts signed them, and in an encrypted one where they are not sealed: the conversation can be
+        read nevertheless."""
+        if session.record.tail_tokens:
+            keyed = session.record.tenant_id != NO_TENANT_ID
+            if self.keys.seals and keyed and not session.sealed:
+                raise Damaged(UNSEALED)  # as of blocks: anyone can have written it
+            if self.trust is not None:
+                self.trust.check_session(session)
         return session.tail_rows()
 
     def version(self, tenant_id: str, name: str) -> Version:
@@ -169,7 +175,8 @@ class Sessions:
             if not room.published:
                 raise  # else the file stands, and the next listing finds what the index missed
         note_session(self.index, path, inode, record, sealed=self.keys.seals)
-        return parse_session(memoryview(b"".join(draft.packed.buffers)))
+        written = parse_session(memoryview(b"".join(draft.packed.buffers)))
+        return dataclasses.replace(written, sealed=self.keys.seals)
 
     def _refuse_unsealed(self) -> None:
         """Another process may have made the store an encrypted one since the draft was written."""

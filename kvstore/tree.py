@@ -14,6 +14,7 @@ from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.inspect import find_block
 from kvsnap.kvstore.runs import NONE, Runs
+from kvsnap.kvstore.index import SEALED
 from kvsnap.kvstore.session_list import SEALED_SESSION
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.whose_blocks import own_blocks
@@ -211,6 +212,8 @@ class _Facts:
 
 
 def _architecture(identity: str) -> str:
+    if not identity:  # the index has none of sealed blocks
+        return SEALED
     try:
         return str(parse_identity(identity).get("architecture", ""))
     except Damaged:

@@ -18,6 +18,7 @@ from kvsnap.formats.names import ZERO_PARENT, TokenIds, common_prefix
 from kvsnap.formats.session import SessionRecord
 from kvsnap.kvstore.explain.dry_match import Found, Loss
 from kvsnap.kvstore.index import big_endian
+from kvsnap.kvstore.match import state_at
 from kvsnap.kvstore.session import Session
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.store import Store
@@ -76,15 +77,14 @@ def _unreachable_neighbours(
 def _lost_state(store: Store, root: Root, ids: TokenIds, found: Found) -> Loss | None:
     """The deepest checkpoint of the prompt that cannot be used; no other one would have helped."""
     sql = (
-        "SELECT b.name, b.start, b.tokens, b.lost, p.name FROM blocks b LEFT JOIN blocks p"
-        " ON p.id = b.parent WHERE b.state = 1 AND b.reachable = 0"
-        " AND b.root = (SELECT id FROM roots WHERE root_id = ?) ORDER BY b.start + LENGTH(b.tokens) / 4 DESC"
+        "SELECT name, start + length, lost FROM blocks WHERE state = 1 AND reachable = 0"
+        " AND root = (SELECT id FROM roots WHERE root_id = ?) ORDER BY start + length DESC"
     )
-    for name, start, tokens, lost, parent in store.index.query(sql, [root.root_id]):
-        depth, stop = start // store.block_size, start + len(tokens) // 4
-        if not found.tokens < stop < len(ids) or tokens != big_endian(ids[start:stop]):
+    for name, stop, lost in store.index.query(sql, [root.root_id]):
+        if not found.tokens < stop < len(ids):
             continue
-        if (parent or ZERO_PARENT) == (found.names[depth - 1] if depth else ZERO_PARENT):
+        # By its name, not its ids: of sealed ones the index has none.
+        if state_at(root.key, found.names, ids, stop, store.block_size).name == name:
             return Loss(name.hex(), lost or "a block before it is lost")
     return None
 

@@ -102,6 +102,7 @@ def _fresh(
     """Run one of the measurements of store_timings.py in a process of its own."""
     command = [
         sys.executable,
+        "-P",
         "-m",
         "kvsnap.kvstore.measure.store_timings",
         what,

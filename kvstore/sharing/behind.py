@@ -16,6 +16,7 @@ from kvsnap.kvstore.remotes.base import Remote
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.remotes.remembers import Remembers
 from kvsnap.kvstore.sharing.push import push, push_chain
+from kvsnap.kvstore.sharing.shared import refuse_sharing
 from kvsnap.kvstore.store import Store
 
 MOST_WAITING = 256
@@ -35,6 +36,8 @@ class Behind:
         self._changed = threading.Condition()
         self._known: dict[tuple[str, str], set[bytes]] = {}
         """File digests of versions of a session that later ones replaced here: a chat may go back."""
+        self._apart: set[str] = set()
+        """Tenants who do not share the remote with another."""
 
     def send_session(self, tenant_id: str, name: str, replaced: str) -> None:
         """Push a stored session when its turn comes. `replaced`: the file digest of the version that
@@ -44,10 +47,10 @@ class Behind:
             self._known.setdefault(key, set()).add(bytes.fromhex(replaced))
         self._add(key, lambda: self._push(key))
 
-    def send_chain(self, names: Sequence[bytes]) -> None:
+    def send_chain(self, tenant_id: str, names: Sequence[bytes]) -> None:
         """Send blocks that no session names. A sweep of the remote takes them after its grace."""
         if names:
-            self._add(names[-1], lambda: push_chain(self.store, self.remote, names))
+            self._add(names[-1], lambda: self._push_chain(tenant_id, names))
 
     def flush(self) -> None:
         """Wait for what was sent until now; raises the first error since the last time."""
@@ -83,6 +86,12 @@ class Behind:
         with self._changed:
             known = set(self._known[key])
         push(self.store, self.remote, *key, known=known)
+
+    def _push_chain(self, tenant_id: str, names: Sequence[bytes]) -> None:
+        if not self.store.encrypt and tenant_id not in self._apart:
+            refuse_sharing(self.remote, tenant_id)
+            self._apart.add(tenant_id)
+        push_chain(self.store, self.remote, names)
 
     def _next(self) -> None:
         with self._changed:

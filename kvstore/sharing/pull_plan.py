@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvsnap.formats.container import Packed
-from kvsnap.formats.errors import Damaged, Diverged, NotFound, Unsupported
+from kvsnap.formats.errors import Damaged, Diverged, NotFound, Unsupported, Untrusted
 from kvsnap.formats.identity import Root, layout_of
 from kvsnap.formats.manifest import BLOCK, CALIBRATION, STATE, Item, Manifest
 from kvsnap.formats.session import SessionFile, pack_session
@@ -59,6 +59,12 @@ def plan_pull(
     store.check_tenant(tenant_id(tenant))
     if store.trust is not None:
         store.trust.check_manifest(manifest, remote.url)
+    elif store.encrypt and tenant is not None and not manifest.sealed:
+        # Else whoever may write there could put rows into a store that only takes what its key made.
+        raise Untrusted(
+            f"session {name!r} in {remote.url} is neither sealed nor signed, and this store is encrypted",
+            "push it there with --encrypt, or trust who signs it: kvsnap trust add",
+        )
     try:
         session, data = manifests.session_of(remote, store.keys, manifest)
     except (Damaged, NotFound) as error:
