@@ -43,6 +43,7 @@ def own_signing_key(
     folder = tmp_path_factory.getbasetemp() / f"configuration-{next(_NUMBERS)}"
     path = folder / "kvsnap" / "signing.pem"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv(SIGNING_KEY, str(path))
     monkeypatch.delenv(TRUSTED, raising=False)
     return path

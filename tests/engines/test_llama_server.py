@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.whose_blocks import own_roots
+from tests.tenants import ALICE, BOB, assert_not_in, written
+
 pytest.importorskip("llama_cpp")
 pytest.importorskip("uvicorn", reason="the server's packages are not installed")
 pytest.importorskip("sse_starlette", reason="the server's packages are not installed")
@@ -48,17 +52,18 @@ FIRST = [
 class Server:
     """One running server; its log is a file."""
 
-    def __init__(self, log: Path, store: Path, *options: str) -> None:
+    def __init__(self, log: Path, store: Path, *options: str, code: str = COUNTING) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-c", COUNTING, *options, "--kvsnap-store", str(store)]
+        command = [sys.executable, "-c", code, *options, "--kvsnap-store", str(store)]
         self.log = log
         clean = {k: v for k, v in os.environ.items() if k != "CONFIG_FILE"}
         clean |= {"HOST": "127.0.0.1", "PORT": str(self.port)}  # above options and config files
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=clean)
         self.key: str | None = None
+        self.headers: dict[str, str] = {}
 
     def wait(self) -> None:
         until = time.monotonic() + 200
@@ -68,7 +73,7 @@ class Server:
             time.sleep(0.1)
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **self.headers}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps(body).encode()
@@ -100,10 +105,10 @@ class Server:
 def start(model: Path, tmp_path: Path) -> Iterator[Any]:
     servers: list[Server] = []
 
-    def run(*options: str, wait: bool = True) -> Server:
+    def run(*options: str, wait: bool = True, code: str = COUNTING) -> Server:
         common = () if "--config_file" in options else ("--model", str(model), "--n_ctx", "512")
         log = tmp_path / f"log-{len(servers)}"
-        servers.append(Server(log, tmp_path / "store", *common, *options))
+        servers.append(Server(log, tmp_path / "store", *common, *options, code=code))
         if wait:
             servers[-1].wait()
         return servers[-1]
@@ -172,6 +177,123 @@ def test_models_of_a_config_file_have_a_cache_each_and_the_key_is_asked_for(
     assert "nothing is kept of" in server.log.read_text()
 
 
+CLIENTS_SAY = {
+    "user": "bob",
+    "tenant": BOB.tenant_id,
+    "tenant_key": BOB.key.hex(),
+    "tenant_key_file": "/tmp/bob.key",
+    "kvsnap_tenant_key": BOB.key.hex(),
+    "cache_salt": BOB.key.hex(),
+    "kvsnap_store": "/tmp",
+}
+"""Fields of a request's body, and headers, by which somebody might choose another tenant."""
+
+
+def roots_of(store: Path) -> tuple[int, int, int]:
+    """How many roots have blocks in a store: all, Alice's, Bob's."""
+    with Store(store) as opened:
+        count = opened.index.query("SELECT COUNT(*) FROM roots")[0][0]
+        own = [len(own_roots(opened, tenant) or ()) for tenant in (ALICE, BOB)]
+    return count, own[0], own[1]
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_the_operators_key_wins_whatever_a_client_sends(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    key = tmp_path / "alice.key"
+    key.write_text(ALICE.key.hex())
+    options = ["--kvsnap-tenant-key-file", str(key)]
+    if how == "variable":
+        options = []
+        monkeypatch.setenv("KVSNAP_TENANT_KEY", ALICE.key.hex())
+    server = start(*QUIET, *options)
+    _, prompt, decoded = server.chat(FIRST)
+    assert decoded == prompt
+    server.stop()
+
+    again = start(*QUIET, *options)
+    again.headers = {f"X-{name.replace('_', '-')}": value for name, value in CLIENTS_SAY.items()}
+    _, prompt, decoded = again.chat(FIRST, **CLIENTS_SAY)
+    assert prompt - decoded == prompt - prompt % 64, "still Alice's blocks"
+    again.chat([{"role": "user", "content": SYSTEM}], **CLIENTS_SAY)
+    again.stop()
+    assert roots_of(tmp_path / "store") == (1, 1, 0)
+    assert_not_in(ALICE.key, [server.log.read_text(), again.log.read_text()])
+    assert_not_in(ALICE.key, written(tmp_path / "store"))
+
+    # Paired: it is the operator's key that decides.
+    monkeypatch.delenv("KVSNAP_TENANT_KEY", raising=False)
+    key.write_text(BOB.key.hex())
+    other = start(*QUIET, "--kvsnap-tenant-key-file", str(key))
+    _, prompt, decoded = other.chat(FIRST)
+    assert decoded == prompt
+
+
+SEVERAL = """
+import sys
+from contextvars import ContextVar
+from llama_cpp._internals import LlamaContext
+decode = LlamaContext.decode
+def counting(self, batch):
+    decode(self, batch)
+    print("decoded", batch.batch.n_tokens, flush=True)
+LlamaContext.decode = counting
+
+import os
+import uvicorn
+from llama_cpp.server.settings import Settings
+from kvsnap import Store, Tenant
+from kvsnap.llama_server import create_app
+
+model, store = sys.argv[2], sys.argv[-1]
+keys = {"alice": Tenant(bytes(range(200, 232))), "bob": Tenant(bytes(range(40, 72)))}
+users = {"Bearer a-token": "alice", "Bearer b-token": "bob"}
+who = ContextVar("who", default="")
+settings = Settings(model=model, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
+app = create_app(
+    settings, store=Store(store, encrypt=True), tenant=lambda: keys.get(who.get())
+)
+class Whose:
+    "What authenticates a request says whose it is."
+    def __init__(self, app):
+        self.app = app
+    async def __call__(self, scope, receive, send):
+        sent = dict(scope.get("headers", ()))
+        who.set(users.get(sent.get(b"authorization", b"").decode(), ""))
+        await self.app(scope, receive, send)
+app.add_middleware(Whose)
+uvicorn.run(app, host=os.environ["HOST"], port=int(os.environ["PORT"]))
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_server_of_several_tenants_chooses_for_each_request(
+    start: Any, tmp_path: Path, stream: bool
+) -> None:
+    server = start(code=SEVERAL)
+
+    def ask(token: str, **options: Any) -> tuple[int, int]:
+        server.key = f"{token}-token"
+        if not stream:
+            return server.chat(FIRST, **options)[1:]
+        before = server.decoded()
+        body = {"messages": FIRST, "max_tokens": 1, "temperature": 0.0, "stream": True, **options}
+        server.request("/v1/chat/completions", body)
+        return 0, server.decoded() - before
+
+    _, whole = ask("a")
+    assert ask("b")[1] == whole, "nothing of what Alice asked just before"
+    assert ask("c")[1] == ask("c")[1] == whole, "of somebody unknown nothing is kept"
+    assert ask("a", **CLIENTS_SAY)[1] < whole / 2
+    assert ask("b", user="alice")[1] < whole / 2
+    server.stop()
+    assert roots_of(tmp_path / "store") == (2, 1, 1)
+    for tenant in (ALICE, BOB):
+        assert_not_in(tenant.key, [server.log.read_text()])
+        assert_not_in(tenant.key, written(tmp_path / "store"))
+
+
 def run_main(code: str, *arguments: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
@@ -193,6 +315,13 @@ def test_what_is_wrong_is_one_line_and_what_to_do_another(model: Path, tmp_path:
     code, lines = run_main(COUNTING, "--config_file", str(tmp_path / "none.json"))
     assert code == 1
     assert lines[0].endswith("none.json cannot be read: No such file or directory")
+
+    bad = tmp_path / "bad.key"
+    bad.write_text(ALICE.key.hex()[:60])
+    code, lines = run_main(COUNTING, "--model", str(model), "--kvsnap-tenant-key-file", str(bad))
+    assert (code, len(lines)) == (2, 2)
+    assert "holds no tenant key" in lines[0]
+    assert_not_in(ALICE.key, lines)
 
     code, lines = run_main(COUNTING, "--model", str(model), "--kvsnap-codec", "nope")
     assert code == 1

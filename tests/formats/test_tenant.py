@@ -92,5 +92,5 @@ def test_other_key_files_are_refused(data: bytes) -> None:
 
 def test_roots_are_equal_only_with_equal_keys(identity: Identity) -> None:
     root = root_of(identity, ONE)
-    assert root == Root(root.key, root.root_id, root.identity)
-    assert root != Root(bytes(32), root.root_id, root.identity)
+    assert root == Root(root.key, root.root_id, root.identity, ONE.tenant_id)
+    assert root != Root(bytes(32), root.root_id, root.identity, ONE.tenant_id)

@@ -60,7 +60,7 @@ def test_the_tree_of_a_state_is_that_of_the_block_under_it(store: Store) -> None
     put_all(store, IDS, STATES)
     put_all(store, OTHER, (50,))
     name = state_at(IDS, 69).name
-    assert deepest_block(store, "default", name.hex()) == name
+    assert deepest_block(store, None, name.hex()) == name
     tree = read_tree(store, block=name)
     assert [node.on_path for node in tree.nodes if node.last_block in _ends(tree)] == [True, False]
     assert tree.nodes[1].last_block == blocks_of(IDS)[3].name.hex()

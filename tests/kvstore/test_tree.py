@@ -11,6 +11,7 @@ import pytest
 
 from kvsnap.cli.draw_tree import draw
 from kvsnap.formats.errors import NotFound
+from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.gc import gc
 from kvsnap.kvstore.index import big_endian
 from kvsnap.kvstore.store import Store
@@ -109,7 +110,7 @@ def test_of_a_session_only_its_own_tree_is_shown_with_its_path_marked(store: Sto
         turn(store, StampedEngine(), branch(seed), f"chat {seed}")
     turn(store, StampedEngine(), some_ids(40, seed=7), "elsewhere")
     turn(store, StampedEngine(rotation_k=64), branch(1), "other setting")
-    tree = read_tree(store, block=deepest_block(store, "default", "chat 2"))
+    tree = read_tree(store, block=deepest_block(store, None, "chat 2"))
     assert len(tree.nodes) == 3
     assert [node.on_path for node in tree.nodes if node.sessions != ("chat 1",)] == [True, True]
     assert [node.on_path for node in tree.nodes if node.sessions == ("chat 1",)] == [False]
@@ -121,7 +122,7 @@ def test_of_a_block_the_path_ends_in_the_node_that_it_is_in(store: Store) -> Non
     for seed in (1, 2):
         turn(store, StampedEngine(), branch(seed))
     inside = rows(store)[1]
-    block = deepest_block(store, "default", inside.hex()[:16])
+    block = deepest_block(store, None, inside.hex()[:16])
     assert block == inside
     assert [node.on_path for node in read_tree(store, block=block).nodes] == [True, False, False]
 
@@ -129,18 +130,18 @@ def test_of_a_block_the_path_ends_in_the_node_that_it_is_in(store: Store) -> Non
 def test_what_is_neither_a_session_nor_a_block_is_not_found(store: Store) -> None:
     turn(store, StampedEngine(), branch(1))
     with pytest.raises(NotFound):
-        deepest_block(store, "default", "nobody")
+        deepest_block(store, None, "nobody")
 
 
 def test_another_tenants_session_name_is_not_taken_for_ones_own(store: Store) -> None:
     turn(store, StampedEngine(), branch(1), "chat")
     with pytest.raises(NotFound):
-        deepest_block(store, "another", "chat")
+        deepest_block(store, Tenant(bytes(32)), "chat")
 
 
 def test_a_session_without_a_stored_block_has_no_tree(store: Store) -> None:
     turn(store, StampedEngine(), some_ids(7), "short")
-    assert deepest_block(store, "default", "short") is None
+    assert deepest_block(store, None, "short") is None
     assert read_tree(store) == Tree((), 0)
     assert read_tree(store, block=bytes(32)) == Tree((), 0)
 
@@ -151,7 +152,7 @@ def test_a_session_whose_last_blocks_were_evicted_ends_where_it_is_stored(store:
     gc(Store(store.path, capacity=used - 3000), dry_run=False)
     left = rows(store)
     assert 0 < len(left) < 5
-    assert deepest_block(store, "default", "chat") == left[-1]
+    assert deepest_block(store, None, "chat") == left[-1]
 
 
 def test_pins_and_leases_mark_the_node_that_they_stand_in(store: Store) -> None:
@@ -187,7 +188,7 @@ def test_lost_blocks_and_what_waits_behind_them_are_marked(
     assert [(node.unusable, node.lost) for node in nodes if node.sessions] == [(2, None)] * 2
     (broken,) = (node for node in nodes if node.lost)
     assert (broken.unusable, broken.lost) == (1, "the file is missing")
-    path = read_tree(store, block=deepest_block(store, "default", "chat 1")).nodes
+    path = read_tree(store, block=deepest_block(store, None, "chat 1")).nodes
     assert [node.sessions for node in path if node.on_path][-1] == ("chat 1",)
 
 
@@ -202,7 +203,7 @@ def test_the_output_is_bounded_and_says_what_was_left_out(store: Store) -> None:
     ]  # fmt: skip
     assert [node.omitted for node in tree.nodes] == [5, 0, 0, 0]
     assert tree.omitted == 1
-    of_one = read_tree(store, limit=3, block=deepest_block(store, "default", "chat 0"))
+    of_one = read_tree(store, limit=3, block=deepest_block(store, None, "chat 0"))
     assert [node.sessions for node in of_one.nodes] == [(), ("chat 7",), ("chat 0",)]
     assert of_one.omitted == 0
 

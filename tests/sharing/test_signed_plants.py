@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvsnap.formats.block import pack_block, sign_block
 from kvsnap.formats.errors import Damaged, PartlyDone, Vanished
 from kvsnap.formats.manifest import BLOCK, parse_manifest
 from kvsnap.kvstore.remotes.archive import Archive
@@ -21,10 +23,10 @@ from kvsnap.kvstore.store import Store
 from kvsnap.testing.aftermath import assert_clean, assert_saved
 from kvsnap.testing.stamped import StampedEngine
 from kvsnap.testing.turns import some_ids, turn
-from tests.planting import PLANTS, block_of, chain_files, plant
+from tests.planting import PLANTS, block_of, chain_files, joined, plant, rows_of, with_header
 from tests.sharing.hooked import Hooked
 from tests.sharing.objects import ME, files_of, only
-from tests.signers import Signers
+from tests.signers import STRANGER, Signers
 
 Machine = Callable[..., Store]
 IDS = some_ids(57)
@@ -125,6 +127,44 @@ def test_a_plant_after_the_push_is_not_pulled_and_the_next_push_replaces_it(
     assert positions(b) == list(range(16, 64))
     push_signed(a, remote, keys, force=how == LIES)
     assert_genuine(path, genuine, keys.public("a"))
+    pull(b, remote, "chat")
+    assert_saved(b, IDS, "chat")
+
+
+def made_up(data: bytes) -> bytes:
+    signature = block_of(data).signature
+    assert signature is not None
+    return with_header(data, **replace(signature, value="5" * 128).fields())
+
+
+def by_a_stranger(data: bytes) -> bytes:
+    return joined(sign_block(memoryview(data), STRANGER))
+
+
+def unsigned(data: bytes) -> bytes:
+    block = block_of(data)
+    return joined(pack_block(block.record, block.codec, block.layout(), rows_of(data)))
+
+
+@pytest.mark.parametrize("how", [made_up, by_a_stranger, unsigned], ids=lambda how: how.__name__)
+def test_right_rows_that_nobody_trusted_signed_are_replaced_too(
+    machine: Machine,
+    remote: Counted,
+    there: Path,
+    keys: Signers,
+    a: Store,
+    how: Callable[[bytes], bytes],
+) -> None:
+    """Nobody who asks for signatures can use them."""
+    path = chain_files(there)[1]
+    genuine = path.read_bytes()
+    path.write_bytes(how(genuine))
+    assert block_of(path.read_bytes()).content == block_of(genuine).content
+    b = keys.trusting(machine, "b", "a")
+    with pytest.raises(PartlyDone, match="no trusted key signed it"):
+        pull(b, remote, "chat")
+    push_signed(a, remote, keys)
+    assert path.read_bytes() == genuine
     pull(b, remote, "chat")
     assert_saved(b, IDS, "chat")
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from kvsnap.formats.codecs import get_codec
-from kvsnap.formats.errors import NotFound, PartlyDone, SessionMoved, Untrusted
+from kvsnap.formats.errors import NotFound, PartlyDone, SessionMoved, Untrusted, Vanished
 from kvsnap.formats.manifest import Manifest, parse_manifest
 from kvsnap.kvstore.recompress import recompress
 from kvsnap.kvstore.remotes.counted import Counted
 from kvsnap.kvstore.session import Session
+from kvsnap.kvstore.sharing import contents
+from kvsnap.kvstore.sharing import push as pushing
 from kvsnap.kvstore.sharing.pull import pull
 from kvsnap.kvstore.sharing.push import push
 from kvsnap.kvstore.sharing.verify_remote import verify_remote
@@ -344,6 +347,24 @@ def test_evicted_blocks_are_named_again_only_as_far_as_they_are_believed(
     b = keys.trusting(machine, "b", "a")
     pull(b, remote, "chat")
     assert_saved(b, IDS, "chat")
+
+
+def test_a_block_that_goes_while_its_chain_is_sent_is_told_as_such(
+    machine: Machine, remote: Counted, keys: Signers
+) -> None:
+    a = keys.trusting(machine, "a", "z")
+    turn(a, StampedEngine(), IDS)
+    names = [block_of(path.read_bytes()).record.name for path in chain_files(a.path)]
+    items = contents.items_of_chain
+
+    def and_gone(*words: object) -> object:
+        found = items(*words)  # type: ignore[arg-type]
+        for path in chain_files(a.path):
+            path.unlink()
+        return found
+
+    with mock.patch.object(pushing, "items_of_chain", and_gone), pytest.raises(Vanished):
+        pushing.push_chain(a, remote, names)
 
 
 def test_a_removed_session_is_not_there(machine: Machine, remote: Counted, keys: Signers) -> None:
