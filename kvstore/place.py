@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import reprlib
 import secrets
 import time
@@ -22,6 +23,8 @@ from kvsnap.kvstore.locks import one_at_a_time
 
 SETTINGS = "kvsnap.json"
 TRUST, ENCRYPT = "trust", "encrypt"
+_KEYS = re.compile(rb"[0-9a-f]{32}")
+"""Half of a public key: no other setting has the like."""
 _DAMAGED = "{} is damaged; the defaults are used, also for its capacity"
 DEFAULT_BLOCK_SIZE = 64
 """See docs/design/0003-block-size.md for the measurement."""
@@ -162,6 +165,8 @@ def read_settings(place: Place) -> Settings:
         )
     if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
         return _damaged(place, text)
+    if TRUST not in settings and _KEYS.search(text):
+        return _damaged(place, text)  # a bit changed in the very word
     trust = settings.get(TRUST, {})
     names = list(trust.values()) if isinstance(trust, dict) else [None]
     encrypt = settings.get(ENCRYPT, False)
@@ -176,7 +181,7 @@ def _damaged(place: Place, text: bytes) -> Settings:
     """The defaults; but a store that asks for signatures, or is encrypted, must not become one that
     does not by damage."""
     for key, what in ((TRUST, "holds a trust list"), (ENCRYPT, "says whether it is encrypted")):
-        if f'"{key}"'.encode() in text:
+        if f'"{key}"'.encode() in text or (key == TRUST and _KEYS.search(text)):
             raise StoreError(
                 f"{place.settings} is damaged, and {what}",
                 "mend it by hand: it is a small JSON file",
@@ -189,21 +194,24 @@ def write_settings(place: Place) -> None:
     for folder in (place.root, place.blocks, place.sessions, place.temporary):
         files.make_dir(folder)
     settings = read_settings(place)
-    if settings.problem:
-        # Not to quarantine, which goes when room is needed: it may be a person's typing error, and
-        # hold a capacity that somebody asked for.
-        with files.store_errors(place.settings):
-            place.settings.rename(place.damaged_settings)
-    elif settings.created:
+    if settings.created and not settings.problem:
         return
     # Once in a store's life, and before kvsnap.json says that it is done: a session that was
     # reported saved must not lose the store around it.
     with files.store_errors(place.root):
         files.sync_upwards(place.root)
-    _replace_settings(
-        place,
-        {"block_size": place.block_size, "created": int(time.time()), "format": FORMAT_VERSION},
-    )
+    with one_at_a_time(place.root):
+        settings = read_settings(place)  # by now another process may have, with a trust list in it
+        if settings.problem:
+            # Not to quarantine, which goes when room is needed: it may be a person's typing error,
+            # and hold a capacity that somebody asked for.
+            with files.store_errors(place.settings):
+                place.settings.rename(place.damaged_settings)
+        elif settings.created:
+            return
+        kept = _record(place) if files.stands(place.settings) else {}  # somebody wrote it by hand
+        new = {"block_size": place.block_size, "created": int(time.time())}
+        _replace_settings(place, {**kept, **new, "format": FORMAT_VERSION})
 
 
 def change_settings(place: Place, key: str, change: Callable[[Any], Any]) -> None:
@@ -211,12 +219,21 @@ def change_settings(place: Place, key: str, change: Callable[[Any], Any]) -> Non
     others; the store is made where it is not."""
     write_settings(place)
     with one_at_a_time(place.root), files.store_errors(place.settings):
-        record = json.loads(bytes(files.read_whole(place.settings)))
-        _replace_settings(place, record | {key: change(record.get(key))})
+        record = _record(place)
+        _replace_settings(place, {**record, key: change(record.get(key))})
+
+
+def _record(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(files.read_whole(place.settings)))
+    return found
 
 
 def _replace_settings(place: Place, record: dict[str, Any]) -> None:
-    text = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
+    """The trust list stands first: a file that lost its end still shows that there was one."""
+    kept = {key: record[key] for key in sorted(record, key=lambda key: (key != TRUST, key))}
+    if not kept.get(TRUST):
+        kept.pop(TRUST, None)
+    text = (json.dumps(kept, indent=1) + "\n").encode()
     temporary = place.temporary / f"{secrets.token_hex(8)}.{secrets.token_hex(8)}.part"
     files.write_file(temporary, Packed((text,), len(text), ""))
     try:

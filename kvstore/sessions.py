@@ -104,15 +104,14 @@ class Sessions:
         return found
 
     def tail_rows(self, session: SessionFile) -> dict[str, np.ndarray]:
-        """The rows of a session's tail, checked. Raises `Damaged`, also where nobody whom this store
+        """The rows of a session's tail (there may be none), checked. Raises `Damaged`, also where nobody whom this store
         trusts signed them, and in an encrypted one where they are not sealed: the conversation can be
         read nevertheless."""
-        if session.record.tail_tokens:
-            keyed = session.record.tenant_id != NO_TENANT_ID
-            if self.keys.seals and keyed and not session.sealed:
-                raise Damaged(UNSEALED)  # as of blocks: anyone can have written it
-            if self.trust is not None:
-                self.trust.check_session(session)
+        keyed = session.record.tenant_id != NO_TENANT_ID
+        if session.record.tail_tokens and self.keys.seals and keyed and not session.sealed:
+            raise Damaged(UNSEALED)  # as of blocks: anyone can have written it
+        if self.trust is not None:
+            self.trust.check_session(session)
         return session.tail_rows()
 
     def version(self, tenant_id: str, name: str) -> Version:

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from kvsnap.formats.block import sign_block
-from kvsnap.formats.errors import Damaged, Vanished
+from kvsnap.formats.container import Packed
+from kvsnap.formats.errors import Damaged, Sealed, Vanished
 from kvsnap.formats.identity import layout_of
+from kvsnap.formats.sealed import parse_sealed, seal
 from kvsnap.formats.session import SessionFile, pack_session
+from kvsnap.formats.signature import SigningKey
 from kvsnap.kvstore import files
 from kvsnap.kvstore.opener import Opener
 from kvsnap.kvstore.store import Store
@@ -54,30 +57,44 @@ def sign_session(store: Store, session: SessionFile, trust: Trust) -> SessionFil
 
 def _sign(store: Store, name: bytes, trust: Trust) -> bool:
     path = store.place.block(name)
+    before = files.size_and_change(path)
     try:
         buffer = files.read_whole(path)
-        block = Opener().block(buffer)
+        block = Opener(keys=store.opener.keys).block(buffer)
         store.calibrations.prepare(block.codec)
         block.check_content()
         if block.record.name != name:
             raise Damaged("the file is another block's")
-    except FileNotFoundError:
-        return False  # evicted meanwhile
+    except (FileNotFoundError, Sealed):
+        return False  # evicted meanwhile, or another tenant's
     except OSError as error:
         raise files.store_error(error, path, "read") from error
     except Damaged as error:
         store.blocks.set_aside(name, error.what)
         return False
-    packed = sign_block(buffer, trust.key)
+    if trust.lists(block.signer) and block.signed:
+        # Whoever signed it died between rename and row.
+        with store.index.transaction() as db:
+            store.index.correct(db, name, len(buffer), block.signer)
+        return False
+    packed = _signed(store, buffer, trust.key) if block.sealed else sign_block(buffer, trust.key)
     with store.space.write(packed, name) as room:
         files.sync_all([room.path])  # what it replaces may be synced, and part of a saved session
         with store.index.transaction() as db:
             row = store.index.find(name)
-            if row is None or row.lost is not None or row.bytes != len(buffer):
-                return False
+            if row is None or row.lost is not None or files.size_and_change(path) != before:
+                return False  # stored anew meanwhile
             store.index.correct(db, name, packed.size, trust.key.public)
             room.publish(db, path)
     return True
+
+
+def _signed(store: Store, buffer: memoryview, key: SigningKey) -> Packed:
+    """A sealed block, the file in it signed."""
+    sealed = parse_sealed(buffer)
+    tenant = store.opener.keys.require(sealed.clear.tenant_id)
+    packed = sign_block(sealed.open(tenant), key)
+    return seal(packed, dataclasses.replace(sealed.clear, signer=key.public), tenant)
 
 
 def unsigned_blocks(store: Store, trust: Trust) -> list[bytes]:

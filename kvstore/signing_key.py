@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 from kvsnap.formats.errors import KvsnapError, UsageError
@@ -11,6 +12,8 @@ from kvsnap.formats.signature import SigningKey, new_signing_key, parse_signing_
 from kvsnap.kvstore import files
 
 VARIABLE = "KVSNAP_SIGNING_KEY_FILE"
+_MOST_BYTES = 2**16
+"""A key file has 119. What is longer is none, and not read whole."""
 
 
 def signing_key_path() -> Path:
@@ -24,10 +27,14 @@ def signing_key_path() -> Path:
 
 
 def find_signing_key(path: Path | None = None) -> SigningKey | None:
-    """The key, None where there is no file. Raises `UsageError` for a file that holds none."""
+    """The key, None where there is no file. A link is followed, unlike in a store: secrets that are
+    mounted into a container are links. Raises `UsageError` for a file that holds none."""
     path = path or signing_key_path()
     try:
-        data = bytes(files.read_whole(path))
+        if path.exists() and not path.is_file():
+            raise UsageError(f"signing key {path} is no regular file", f"name another: {VARIABLE}")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -50,12 +57,10 @@ def require_signing_key() -> SigningKey:
     try:
         path.parent.mkdir(mode=files.DIR_MODE, parents=True, exist_ok=True)
         write_key_file(path, key.pem())
-    except FileExistsError:  # another process was faster
-        found = find_signing_key()
-        if found is not None:
-            return found
-        raise
     except OSError as error:
+        found = find_signing_key() if isinstance(error, FileExistsError) else None
+        if found is not None:  # another process was faster
+            return found
         raise UsageError(
             f"no signing key can be written to {path}: {error.strerror}",
             f"name a file that can: {VARIABLE}",
@@ -66,9 +71,8 @@ def require_signing_key() -> SigningKey:
 def write_key_file(path: Path, content: bytes) -> None:
     """A new file, whole or not at all, for its owner's eyes from its first moment on. Raises
     FileExistsError: a key that is lost cannot be made again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()
+    # No process id in it: threads have the same, and so may processes of two containers.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     handle = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, files.FILE_MODE
     )

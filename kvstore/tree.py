@@ -12,9 +12,9 @@ from kvsnap.formats.errors import Damaged, NotFound
 from kvsnap.formats.identity import parse_identity
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.index import SEALED
 from kvsnap.kvstore.inspect import find_block
 from kvsnap.kvstore.runs import NONE, Runs
-from kvsnap.kvstore.index import SEALED
 from kvsnap.kvstore.session_list import SEALED_SESSION
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.whose_blocks import own_blocks

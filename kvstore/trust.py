@@ -15,7 +15,7 @@ from kvsnap.formats.block import BlockFile
 from kvsnap.formats.errors import Untrusted
 from kvsnap.formats.manifest import Manifest
 from kvsnap.formats.session import SessionFile
-from kvsnap.formats.signature import SigningKey, public_key
+from kvsnap.formats.signature import SigningKey, public_key, require
 from kvsnap.kvstore.signing_key import find_signing_key, require_signing_key
 
 UNSIGNED = "no trusted key signed it"
@@ -33,30 +33,41 @@ def trust_of(stored: Mapping[str, str], given: Iterable[str]) -> Trust | None:
     named = [text for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
     outside = {public_key(text): stored.get(public_key(text), "") for text in (*given, *named)}
     listed = outside or dict(stored)
-    return Trust(listed) if listed else None
+    return Trust(listed, outside=bool(outside)) if listed else None
 
 
 class Trust:
-    """`listed`: public key → name of whom it is. Safe for threads."""
+    """`listed`: public key → name of whom it is. Safe for threads. Raises `UsageError` for a signing
+    key that cannot be read, and `Unsupported` where signatures cannot be checked: what this machine
+    signed must not pass for what nobody did."""
 
-    def __init__(self, listed: Mapping[str, str]) -> None:
-        self.listed = dict(listed)
+    def __init__(self, listed: Mapping[str, str], *, outside: bool = False) -> None:
+        require()
+        self.listed, self.outside = dict(listed), outside
+        self._own = ""
+        self._look_for_own()
         self._compared: set[str] = set()
         """File digests of blocks whose rows were found to be what their signature says."""
         self._guard = threading.Lock()
 
-    @functools.cached_property
+    @property
     def own(self) -> str:
-        """This machine's public key; empty where it has none."""
+        """This machine's public key; empty where it has none yet. Another process may make it at any
+        time, and what it signs then is to be believed."""
+        if not self._own:
+            self._look_for_own()
+        return self._own
+
+    def _look_for_own(self) -> None:
         key = find_signing_key()
-        return key.public if key is not None else ""
+        self._own = key.public if key is not None else ""
 
     @functools.cached_property
     def key(self) -> SigningKey:
         """This machine's signing key, made where there is none. Raises `UsageError` or `StoreError`
         where it cannot be had."""
         key = require_signing_key()
-        self.__dict__["own"] = key.public
+        self._own = key.public
         return key
 
     def lists(self, signer: str) -> bool:
@@ -78,10 +89,12 @@ class Trust:
             self._compared.add(file_digest)
 
     def check_session(self, session: SessionFile) -> None:
-        """Raise `Untrusted` unless a trusted key signed the session's digests."""
+        """Raise `Untrusted` unless a trusted key signed the session's digests, `Damaged` where they are
+        not those of what the file says. `tail_rows` compares the rows."""
         signature = session.signature
         if signature is None or not self.lists(signature.signer) or not session.signed:
             raise Untrusted(UNSIGNED)
+        session.check_talk()
 
     def believes_manifest(self, manifest: Manifest) -> bool:
         """Whether a trusted key signed what a remote says of a session."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, UsageError
+from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Sealed, UsageError
 from kvsnap.formats.signature import public_key
 from kvsnap.kvstore.place import TRUST, change_settings
+from kvsnap.kvstore.rebuild import read_ours
+from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.session_file import read_session
 from kvsnap.kvstore.signing import sign_blocks, sign_session, unsigned_blocks
 from kvsnap.kvstore.store import Store
-from kvsnap.kvstore.trust import UNSIGNED, Trust
+from kvsnap.kvstore.trust import UNSIGNED, VARIABLE, Trust
 
 MOST_NAME = 200
 _AT_ONCE = 100
@@ -80,6 +84,11 @@ def remove(
 
 
 def _listed(store: Store) -> dict[str, str]:
+    if store.trust is not None and store.trust.outside:
+        raise UsageError(
+            f"whom to trust is given from outside ({VARIABLE}), in place of the store's own list",
+            "unset it to change the list, or change it there",
+        )
     return store.trust.listed if store.trust is not None else {}
 
 
@@ -88,10 +97,15 @@ def _sign_sessions(store: Store, trust: Trust) -> int:
     for path, _, facts in store.listing.refresh():
         if facts.problem:
             continue
-        with contextlib.suppress(Damaged, NotFound, OSError):  # verify tells of them
-            session = read_session(path, store.opener.keys)
-            done += sign_session(store, session, trust) is not session
+        # verify tells of those that cannot be read; a sealed one may be another tenant's
+        with contextlib.suppress(Damaged, NotFound, Sealed, OSError):
+            done += try_again(functools.partial(_sign_session, store, path, trust))
     return done
+
+
+def _sign_session(store: Store, path: Path, trust: Trust) -> bool:
+    session = read_session(path, store.opener.keys)
+    return sign_session(store, session, trust) is not session
 
 
 def _set_aside(store: Store, trust: Trust, progress: Progress) -> int:
@@ -103,6 +117,11 @@ def _set_aside(store: Store, trust: Trust, progress: Progress) -> int:
             for name in names[first : first + _AT_ONCE]:
                 row = store.index.find(name)
                 if row is None or row.lost is not None or trust.lists(row.signer):
+                    continue
+                found = read_ours(store.place.block(name))
+                if found is not None and trust.lists(found.signer):
+                    # Whoever signed it died between rename and row; it is read before it is used.
+                    store.index.correct(db, name, found.size, found.signer)
                     continue
                 store.index.lose(db, name, UNSIGNED)
                 with contextlib.suppress(KvsnapError):  # whoever reads it finds the same

@@ -65,10 +65,14 @@ def keys_of(keyring: Keyring, tenant_id: str, name: str) -> list[str]:
 
 def find(remote: Remote, keyring: Keyring, tenant_id: str, name: str) -> Pushed | None:
     """The session of that name; None where the remote has none."""
+    return next(forms(remote, keyring, tenant_id, name), None)
+
+
+def forms(remote: Remote, keyring: Keyring, tenant_id: str, name: str) -> Iterator[Pushed]:
+    """The same, sealed and then plain: a push that seals it may have been cut off between the two."""
     for key in keys_of(keyring, tenant_id, name):
         with suppress(NotFound):
-            return _read(remote, keyring, key)
-    return None
+            yield _read(remote, keyring, key)
 
 
 def require(remote: Remote, keyring: Keyring, tenant_id: str, name: str) -> Pushed:

@@ -164,7 +164,10 @@ def push_chain(store: Store, remote: Remote, names: Sequence[bytes]) -> int:
         sizes = in_order(lambda item: remote.size(block_key(item.name)), items)
         missing = [item for item, size in sizes if size != item.size]
     else:
-        root_id = read_record(store.place.block(names[0])).record.root_id
+        try:
+            root_id = read_record(store.place.block(names[0])).record.root_id
+        except (OSError, Damaged) as error:
+            raise Vanished("a block went from the store while it was sent", "push again") from error
         missing = unsigned_there(remote, items, root_id, store.trust)
 
     def send(item: Item) -> None:
@@ -216,6 +219,8 @@ def _apply(
         progress(done, total)
     if not plan.unchanged:
         _put_manifest(remote, plan)
+    for key in plan.instead:  # not before: there must be no moment without the session
+        remote.delete(key)
     moved = {item.name: item for item in plan.missing}
     wait_for_sweep(remote)
     lacking = _not_there(remote, manifest, manifest.items)
@@ -243,8 +248,6 @@ def _put_manifest(remote: Remote, plan: PushPlan) -> None:
             f"somebody else pushed {plan.manifest.name!r} to {plan.url} meanwhile",
             "push again: what moved stays there",
         )
-    if plan.instead:  # not before: there must be no moment without the session
-        remote.delete(plan.instead)
 
 
 def _not_there(remote: Remote, manifest: Manifest, items: Sequence[Item]) -> list[Item]:
@@ -255,21 +258,25 @@ def _not_there(remote: Remote, manifest: Manifest, items: Sequence[Item]) -> lis
         size = remote.size(key)
         if size == item.size:
             return True
-        return size is not None and _holds_the_same(remote, key, item, size)
+        return size is not None and _holds_the_same(remote, manifest, item, size)
 
     return [item for item, found in in_order(check, items) if not found]
 
 
-def _holds_the_same(remote: Remote, key: str, item: Item, size: int) -> bool:
-    """Whether a block of another length holds the same rows, in another lossless coding."""
+def _holds_the_same(remote: Remote, manifest: Manifest, item: Item, size: int) -> bool:
+    """Whether a block of another length holds the same rows, in another lossless coding; or is sealed,
+    as another session's push left it."""
     if item.kind in (SESSION, CALIBRATION):
         return False
-    head = remote.get_start(key, MOST_HEADER)
+    head = remote.get_start(manifest.item_key(item), MOST_HEADER)
     try:
-        whole = described_size(head) == size
+        if described_size(head) != size:
+            return False
     except Damaged:
         return False
-    return whole and b'"content":"' + item.content.hex().encode() + b'"' in head
+    if b'"kind":"sealed"' in head:
+        return b'"name":"' + item.name.hex().encode() + b'"' in head
+    return not manifest.sealed and b'"content":"' + item.content.hex().encode() + b'"' in head
 
 
 def _lease(store: Store, session: SessionFile, keep: Callable[[bytes], bool]) -> None:

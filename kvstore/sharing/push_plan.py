@@ -27,14 +27,14 @@ from kvsnap.kvstore.trust import Trust
 class PushPlan:
     """`missing` of the manifest's files move. `replaces`: the version of the remote's manifest that
     the new one may replace, None where there is none, empty where something stands there that cannot
-    even be read; `unchanged`: it names all this already. `instead`: where a plain manifest stands that
-    the sealed one at `key` takes the place of, or the other way round; empty for none."""
+    even be read; `unchanged`: it names all this already. `instead`: what stands there of the session in
+    the clear, its manifest and its own file, that the sealed one at `key` takes the place of."""
 
     url: str
     manifest: Manifest
     missing: tuple[Item, ...]
     key: str
-    instead: str
+    instead: tuple[str, ...]
     replaces: str | None
     unchanged: bool
     tenant: Tenant | None
@@ -69,35 +69,39 @@ def plan_push(
     """What moves, with `trust` with signatures where there is `trust`. A session that is sealed there stays
     so. Nothing is written, here or there."""
     record = session.record
-    there = manifests.find(remote, store.keys, record.tenant_id, record.name)
-    encrypt = encrypt or (
-        there is not None and there.manifest is not None and there.manifest.sealed
-    )
+    found = list(manifests.forms(remote, store.keys, record.tenant_id, record.name))
+    encrypt = encrypt or any(one.manifest is not None and one.manifest.sealed for one in found)
     tenant = store.keys.require(record.tenant_id) if encrypt else None
     manifest = here = manifest_of(store, session, tenant)
-    old = there.manifest if there is not None else None
-    if old is not None:
+    for old in [one.manifest for one in found if one.manifest is not None]:
         if not (force or old.session.file == manifest.session.file or old.session.file in known):
             _check_goes_on(remote, store.keys, old, session)
-        manifest = _with_what_is_there(remote, manifest, old, session, trust)
-    same_form = old is not None and old.sealed == manifest.sealed
-    named = {item.name for item in old.items} if old is not None and same_form else set[bytes]()
-    if trust is not None and (old is None or not trust.believes_manifest(old)):
-        named = set()
     key = manifest_key(record.tenant_id, record.name)
     if tenant is not None:
         key = sealed_manifest_key(tenant, record.name)
+    there = next((one for one in found if one.key == key), None)
+    named, own = set[bytes](), there.manifest if there is not None else None
+    if own is not None and (trust is None or trust.believes_manifest(own)):
+        manifest = _with_what_is_there(remote, manifest, own, session, trust)
+        named = {item.name for item in own.items}
     return PushPlan(
         url=remote.url,
         manifest=manifest,
         missing=here.items if force else tuple(_missing(remote, manifest, trust)),
         key=key,
-        replaces=there.version if there is not None and there.key == key else None,
-        instead=there.key if there is not None and there.key != key else "",
+        replaces=there.version if there is not None else None,
+        instead=tuple(k for one in found if one.key != key for k in _own_keys(one)),
         unchanged=not force and named >= {item.name for item in manifest.items},
         tenant=tenant,
         blocks=len(record.chain),
     )
+
+
+def _own_keys(pushed: manifests.Pushed) -> list[str]:
+    """A session's own file, which no other session names, and its manifest: last, so that whoever is
+    cut off before it finds both again."""
+    manifest = pushed.manifest
+    return [*([manifest.item_key(manifest.session)] if manifest is not None else []), pushed.key]
 
 
 def _check_goes_on(remote: Remote, keyring: Keyring, old: Manifest, session: SessionFile) -> None:
@@ -126,8 +130,6 @@ def _with_what_is_there(
 ) -> Manifest:
     """The manifest with blocks of the same chain that went here and that the remote still has, as
     far as they are believed."""
-    if (trust is not None and not trust.believes_manifest(old)) or old.sealed != manifest.sealed:
-        return manifest
     blocks, theirs = manifest.of_kind(BLOCK), old.of_kind(BLOCK)
     more = []
     for name, item in zip(session.record.chain[len(blocks) :], theirs[len(blocks) :], strict=False):
