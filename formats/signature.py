@@ -77,6 +77,11 @@ def manifest_message(digest: str) -> bytes:
     return b"kvsnap manifest signature\0" + _digest(digest)
 
 
+def require() -> None:
+    """Raise `Unsupported` where signatures cannot be checked."""
+    _ed25519()
+
+
 def new_signing_key() -> SigningKey:
     return _signing_key(_ed25519().Ed25519PrivateKey.generate())
 

@@ -98,7 +98,7 @@ class Store:
             self.block_size = self._block_size_in_use() or settings.block_size
             encrypt = encrypt or bool(self.index.query("SELECT 1 FROM roots WHERE tenant != ''"))
         self.place = Place(place.root, self.block_size)
-        if (encrypt or os.environ.get(ENCRYPT_VARIABLE) == "1") and not settings.encrypt:
+        if (encrypt or _encrypt_all()) and not settings.encrypt:
             self._become_encrypted()
         self.owner = Owner(self.place.temporary)
         self.holds = Holds(self.index, self.owner)
@@ -246,3 +246,12 @@ class Store:
         fill_sessions(self.place, db)
         fill_pins(self.place, db)
         fill_unfinished(self.place, db)
+
+
+def _encrypt_all() -> bool:
+    """Whether KVSNAP_ENCRYPT asks for it. Raises `UsageError` for a word that may mean anything: who
+    takes it for a yes must not find out by what lies open."""
+    value = os.environ.get(ENCRYPT_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"{ENCRYPT_VARIABLE} is {value!r}", "give 1, or unset it")
+    return value == "1"

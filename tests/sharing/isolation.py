@@ -21,6 +21,7 @@ from urllib.parse import quote
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.kvstore.events import METRICS
 from tests.remotes.proxy import FaultyProxy, Request
+from tests.tenants import shown
 
 _FILES = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.link")
 _HEX = re.compile(r"[0-9a-f]{8,}", re.IGNORECASE)
@@ -47,6 +48,8 @@ class Watch:
 
     def __init__(self, proxy: FaultyProxy, *places: str) -> None:
         self.proxy, self.places = proxy, places
+        self.unmasked: list[str] = []
+        """All of it, as it was."""
         self._now: Seen | None = None
         self._lock = threading.Lock()
 
@@ -56,12 +59,17 @@ class Watch:
         before = _counts()
         with _on(self):
             try:
-                seen.answer = self._plain(does())
+                found = does()
+                self.unmasked.append(repr(found))
+                seen.answer = self._plain(found)
             except KvsnapError as error:
+                self.unmasked.append(shown(error))
                 seen.answer = [type(error).__name__, self._mask(error.what), self._mask(error.hint)]
         seen.counted = dict(_counts() - before)
+        self.unmasked += seen.counted
         seen.store.sort()
         with self.proxy.lock:
+            self.unmasked += [request.path for request in self.proxy.requests]
             seen.remote = sorted(map(self._request, self.proxy.requests))
         return seen
 
@@ -85,6 +93,7 @@ class Watch:
     def _note(self, event: str, what: str) -> None:
         assert self._now is not None
         with self._lock:
+            self.unmasked.append(what)
             self._now.store.append(f"{event} {_NUMBER.sub('#', self._mask(what))}")
 
     def _mask(self, text: str) -> str:

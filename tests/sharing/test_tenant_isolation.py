@@ -26,7 +26,7 @@ from tests.remotes.servers import S3Server, seaweed
 from tests.sharing import isolation
 from tests.sharing.curious import BLOCK, IDS, Curious
 from tests.sharing.isolation import Seen, Watch, parted
-from tests.tenants import ALICE, BOB
+from tests.tenants import ALICE, BOB, assert_not_in, written
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,11 @@ def world(
                 turn(store, StampedEngine(), ids, session, tenant=person.tenant)
                 push(store, remote, person.own, session)
     watch = Watch(proxy, str(place), f"{server.bucket}/{name}", name)
-    return people[0], {step: watch.step(does) for step, does in people[1].steps().items()}
+    seen = {step: watch.step(does) for step, does in people[1].steps().items()}
+    for secret in (ALICE.key, BOB.key, BOB.naming_key):
+        assert_not_in(secret, watch.unmasked)
+        assert_not_in(secret, written(place))
+    return people[0], seen
 
 
 @pytest.mark.parametrize("has", ["the same", "other tokens"])
