@@ -13,7 +13,7 @@ from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.fields import FORMAT_VERSION
@@ -58,6 +58,13 @@ class TrustMachine(RuleBasedStateMachine):
         self.stores: dict[str, Store] = {}
         for name in MACHINES:
             self.open(name)
+
+    @initialize(prompt=PROMPTS, listed=st.sampled_from([MACHINES, MACHINES[:1], []]))
+    def begin(self, prompt: list[int], listed: list[str]) -> None:
+        """With a list, or none, and one session."""
+        for whose in listed:
+            self.trust(whose, whose, vouch=True)
+        self._turn(prompt * 2, "a", "here", True, "raw")
 
     def open(self, name: str) -> None:
         """As a new process of that machine does."""
@@ -143,6 +150,12 @@ class TrustMachine(RuleBasedStateMachine):
         path.unlink()
         path.write_bytes(planted)
         self.tainted = self.spoilt = True
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for name, prompt in self.saved[-4:]:
+            for machine in MACHINES:
+                self._turn([*prompt, 1], name, machine, False, "raw")
 
     @rule(name=st.sampled_from(["a", "b"]), stranger=st.booleans())
     def plant_a_tail(self, name: str, stranger: bool) -> None:
@@ -151,13 +164,7 @@ class TrustMachine(RuleBasedStateMachine):
             return
         path.write_bytes(session_with_other_tail(path.read_bytes(), STRANGER if stranger else None))
         self.tainted = self.spoilt = True
-
-    @precondition(lambda self: self.files())
-    @rule(which=st.integers(0, 99), at=st.integers(-30, -1))
-    def damage(self, which: int, at: int) -> None:
-        files = self.files()
-        flip(files[which % len(files)], at)
-        self.spoilt = True
+        self._look_at_all()
 
     @rule(whose=st.sampled_from(MACHINES), by=st.sampled_from(MACHINES), vouch=st.booleans())
     def trust(self, whose: str, by: str, vouch: bool) -> None:
@@ -180,22 +187,26 @@ class TrustMachine(RuleBasedStateMachine):
         for name in MACHINES:
             self.open(name)
 
-    @rule(machine=st.sampled_from(MACHINES))
-    def reopen(self, machine: str) -> None:
-        self.open(machine)
-
-    @rule(machine=st.sampled_from(MACHINES))
-    def tidy(self, machine: str) -> None:
-        gc(self.stores[machine])
-
-    @rule()
-    def lose_the_index(self) -> None:
-        for store in self.stores.values():
-            store.index.close()
-        for path in self.folder.glob("index.sqlite3*"):
-            path.unlink()
-        for name in MACHINES:
-            self.open(name)
+    @rule(
+        machine=st.sampled_from(MACHINES),
+        what=st.sampled_from(["reopen", "gc", "index", "damage"]),
+        which=st.integers(0, 99),
+    )
+    def something_happens(self, machine: str, what: str, which: int) -> None:
+        if what == "reopen":
+            self.open(machine)
+        elif what == "gc":
+            gc(self.stores[machine])
+        elif what == "index":
+            for store in self.stores.values():
+                store.index.close()
+            for path in self.folder.glob("index.sqlite3*"):
+                path.unlink()
+            for name in MACHINES:
+                self.open(name)
+        elif files := self.files():
+            flip(files[which % len(files)], -1 - which % 30)
+            self.spoilt = True
 
     @precondition(lambda self: self.listed)
     @rule(machine=st.sampled_from(MACHINES))
@@ -217,4 +228,4 @@ class TrustMachine(RuleBasedStateMachine):
 
 
 TestTrustMachine = TrustMachine.TestCase
-TestTrustMachine.settings = settings(max_examples=40, stateful_step_count=20)
+TestTrustMachine.settings = settings(max_examples=50, stateful_step_count=15)

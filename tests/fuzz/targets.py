@@ -1,0 +1,105 @@
+"""The table of what is fuzzed: everything that parses bytes which somebody else may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from kvsnap.formats.errors import Damaged, KvsnapError, StoreError, Unsupported, UsageError
+from tests.fuzz import (
+    archives,
+    edits,
+    engine_states,
+    octets,
+    other_readers,
+    other_seeds,
+    readers,
+    seeds,
+    states,
+    texts,
+)
+
+Mutate = Callable[[Random, bytes, Sequence[bytes]], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`parse` takes the bytes, `then` what it returns. Only `refusals` may come out of either. `past`:
+    whether an input got past what stops most random changes; at least `share` of the inputs must.
+    `factor`: bytes of memory for each byte of input. JSON takes up to 40: `[]` is a list."""
+
+    name: str
+    seeds: Callable[[], Sequence[bytes]]
+    mutate: Mutate
+    past: Callable[[bytes], bool]
+    parse: Callable[[bytes], Any]
+    then: tuple[Callable[[Any], None], ...] = ()
+    refusals: tuple[type[KvsnapError], ...] = (Damaged, Unsupported)
+    share: float = 0.6
+    factor: int = 40
+
+
+_DIGEST = (edits.changed, readers.digest_past)
+_BLOCK = (readers.block_content, readers.block_cut, readers.named, readers.signed)
+_SESSION = (readers.tail, readers.talk, readers.chain, readers.signed, readers.explained)
+_SEALED = (readers.opened, readers.named_in_the_clear)
+
+TARGETS = (
+    Target("block", seeds.blocks, *_DIGEST, readers.block, _BLOCK),
+    Target("block, to torch", seeds.plain_blocks, *_DIGEST, readers.block, (readers.block_on_device,)),
+    Target("state checkpoint", seeds.states, *_DIGEST, readers.block, _BLOCK),
+    # Notes are read, and copied to be digested.
+    Target("session", seeds.sessions, *_DIGEST, readers.session, _SESSION, factor=100),
+    Target(
+        "manifest", seeds.manifests, *_DIGEST, readers.manifest, (readers.manifest_keys, readers.signed)
+    ),
+    Target(
+        "calibration", seeds.calibrations, *_DIGEST, readers.calibrated, (readers.calibration_used,)
+    ),
+    Target("pin", seeds.pins, *_DIGEST, readers.pin),
+    Target("sealed file", seeds.sealed, *_DIGEST, readers.sealed, _SEALED),
+    Target(
+        "sealed file, inside", seeds.sealed, edits.changed_inside, readers.digest_past,
+        readers.sealed, _SEALED, factor=100,
+    ),
+    Target("record of a rebuild", seeds.stored, edits.changed, readers.header_past, readers.record),
+    Target(
+        "size by header", seeds.sessions, edits.changed, readers.header_past, readers.size_described
+    ),
+    Target(
+        "portable file", other_seeds.archives, archives.changed, other_readers.member_past,
+        other_readers.archive_bytes,
+    ),
+    Target(
+        "portable file, opened", other_seeds.archives, archives.changed,
+        other_readers.member_past, other_readers.archive_file,
+    ),
+    *(
+        Target(
+            f"llama.cpp state {version}", partial(engine_states.of_attention, version),
+            states.changed, other_readers.magic_past,
+            partial(other_readers.attention_state, version), (other_readers.in_order,),
+        )
+        for version in (3, 4)
+    ),
+    *(
+        Target(
+            f"llama.cpp memory, {name}", partial(engine_states.of_several, recurrent),
+            states.changed, other_readers.magic_past,
+            partial(other_readers.several_states, recurrent), (other_readers.in_order,),
+        )
+        for name, recurrent in (("sliding window", False), ("hybrid", True))
+    ),
+    Target(
+        "kvsnap.json", other_seeds.settings, texts.changed, other_readers.json_past,
+        other_readers.settings, (other_readers.asked_budget,),
+        (Unsupported, StoreError, UsageError), share=0.4,
+    ),
+    Target(
+        "tenant key", other_seeds.keys, octets.changed, other_readers.everything_past,
+        other_readers.key, refusals=(UsageError,),
+    ),
+)  # fmt: skip
