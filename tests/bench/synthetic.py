@@ -13,8 +13,8 @@ from kvsnap.formats.codecs import get_codec
 from kvsnap.formats.identity import Identity, Root, root_of
 from kvsnap.formats.layout import Group, Layout, Plane
 from kvsnap.formats.names import chain_names, token_array
-from kvsnap.kvstore.wanted import Wanted
 from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.wanted import Wanted
 
 SHAPES = {"SmolLM2-135M": (30, 3, 64), "8B": (32, 8, 128)}
 """layers, kv heads, head dim; f16. 8B: Llama 3's, 131,072 bytes a token."""

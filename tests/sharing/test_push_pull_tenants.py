@@ -63,7 +63,7 @@ def test_two_keyed_tenants_share_no_place_in_the_clear(
 ) -> None:
     save_and_push_as(machine("a"), remote, ALICE)
     before = files_of(there)
-    with pytest.raises(UsageError, match="another tenant.*is not encrypted"):
+    with pytest.raises(UsageError, match=r"another tenant.*is not encrypted"):
         turn(machine("a"), StampedEngine(), IDS, "chat", tenant=BOB)
     turn(machine("b"), StampedEngine(), IDS, "chat", tenant=BOB)
     with pytest.raises(UsageError, match="sessions of another tenant"):
