@@ -144,9 +144,15 @@ class BlockFile:
 
 
 def pack_block(
-    record: BlockRecord, codec: Codec, layout: Layout, rows: Rows, key: SigningKey | None = None
+    record: BlockRecord,
+    codec: Codec,
+    layout: Layout,
+    rows: Rows,
+    key: SigningKey | None = None,
+    signature: Signature | None = None,
 ) -> Packed:
-    """The bytes of one block file, signed where there is a key. Equal record, rows, codec and key give
+    """The bytes of one block file, signed where there is a key, else with the `signature` that another
+    file of it has, if it is of these rows. Equal record, rows, codec and key give
     equal bytes."""
     part, ranges = record.part(layout), record.ranges(layout)
     part.check(rows, ranges)
@@ -160,9 +166,11 @@ def pack_block(
         "identity": record.identity,
         "kvsnap": FORMAT_VERSION,
     }
+    message = block_message(record.name, record.root_id, metadata["content"])
     if key is not None:
-        message = block_message(record.name, record.root_id, metadata["content"])
-        metadata |= key.sign(message).fields()
+        signature = key.sign(message)
+    if signature is not None and (key is not None or signature.covers(message)):
+        metadata |= signature.fields()
     return pack(metadata, [("token_ids", Tensor("U32", ids.shape, ids)), *coded])
 
 

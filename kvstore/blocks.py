@@ -126,9 +126,11 @@ class Blocks:
         if not anew and self.has(wanted.name):
             return 0
         key = self.trust.key if self.trust is not None else None
-        packed = pack_block(wanted.record(root), codec, layout, rows, key)
+        before = self._intact(wanted.name, (root, wanted)) if anew and key is None else None
+        kept = before[1].signature if before is not None and before[1].signed else None
+        packed = pack_block(wanted.record(root), codec, layout, rows, key, kept)
         events.block_encoded(rows, packed.size)
-        signer = key.public if key is not None else ""
+        signer = key.public if key is not None else kept.signer if kept is not None else ""
         file = self._sealed(root, wanted, Foreign(codec, packed, signer))
         return self._publish(root, wanted, file, lease, anew=anew)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from kvsnap.formats.container import Packed, parse
 from kvsnap.formats.fields import FORMAT_VERSION
@@ -94,7 +95,9 @@ class Told:
         found |= {text.encode("utf-16-le"): f"the text {text!r}" for text in self.texts}
         found |= {part.encode(): f"part of {t!r}" for t in self.texts for part in t.split("/")[1:]}
         found |= dict.fromkeys(self.raw, "rows")
-        for digest in self.digests:
+        # A digest without a key confirms a guess, as of a session's name.
+        of_texts = {blake3(text.encode()).digest() for text in self.texts}
+        for digest in self.digests | of_texts:
             forms = (digest, digest.hex().encode(), digest[:8], digest.hex()[:16].encode())
             found |= dict.fromkeys(forms, f"the digest {digest.hex()}")
         for ids in self.ids:

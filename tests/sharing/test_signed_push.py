@@ -315,6 +315,23 @@ def test_recompressing_keeps_everything_signed(
     assert_clean(c)
 
 
+def test_recompressing_without_a_key_keeps_signatures_of_the_same_rows(
+    machine: Machine, remote: Counted, keys: Signers
+) -> None:
+    a = machine("a")
+    turn(a, StampedEngine(), IDS, "chat")
+    pushed_signed(a, remote, keys)
+    b = machine("b")
+    pull(b, remote, "chat")
+    before = signers(b.path)
+    recompress(b, "chat", get_codec("raw"))
+    assert signers(b.path) == before
+    assert set(before) == {keys.public("a")}
+    c = keys.trusting(machine, "c", "a")
+    pull(c, remote, "chat")
+    assert_saved(c, IDS, "chat")
+
+
 def test_what_was_recompressed_without_a_list_is_signed_by_the_next_push(
     machine: Machine, remote: Counted, keys: Signers
 ) -> None:
