@@ -24,7 +24,8 @@ from kvsnap.kvstore.locks import one_at_a_time
 SETTINGS = "kvsnap.json"
 TRUST, ENCRYPT = "trust", "encrypt"
 _KEYS = re.compile(rb"[0-9a-f]{32}")
-"""Half of a public key: no other setting has the like."""
+"""Half of a public key: of the other settings only the records of break-even have the like."""
+_BREAK_EVEN = b'"break_even"'
 _DAMAGED = "{} is damaged; the defaults are used, also for its capacity"
 DEFAULT_BLOCK_SIZE = 64
 """See docs/design/0003-block-size.md for the measurement."""
@@ -165,7 +166,7 @@ def read_settings(place: Place) -> Settings:
         )
     if type(block_size) is not int or not 1 <= block_size <= 2**16 or type(created) is not int:
         return _damaged(place, text)
-    if TRUST not in settings and _KEYS.search(text):
+    if TRUST not in settings and _has_keys(text):
         return _damaged(place, text)  # a bit changed in the very word
     trust = settings.get(TRUST, {})
     names = list(trust.values()) if isinstance(trust, dict) else [None]
@@ -177,11 +178,16 @@ def read_settings(place: Place) -> Settings:
     return Settings(block_size, created, capacity, min_free, trust, encrypt)
 
 
+def _has_keys(text: bytes) -> bool:
+    """Whether public keys stand in it. The trust list stands before what has digests of models."""
+    return _KEYS.search(text.partition(_BREAK_EVEN)[0]) is not None
+
+
 def _damaged(place: Place, text: bytes) -> Settings:
     """The defaults; but a store that asks for signatures, or is encrypted, must not become one that
     does not by damage."""
     for key, what in ((TRUST, "holds a trust list"), (ENCRYPT, "says whether it is encrypted")):
-        if f'"{key}"'.encode() in text or (key == TRUST and _KEYS.search(text)):
+        if f'"{key}"'.encode() in text or (key == TRUST and _has_keys(text)):
             raise StoreError(
                 f"{place.settings} is damaged, and {what}",
                 "mend it by hand: it is a small JSON file",
@@ -230,7 +236,8 @@ def _record(place: Place) -> dict[str, Any]:
 
 def _replace_settings(place: Place, record: dict[str, Any]) -> None:
     """The trust list stands first: a file that lost its end still shows that there was one."""
-    kept = {key: record[key] for key in sorted(record, key=lambda key: (key != TRUST, key))}
+    record = json.loads(json.dumps(record, sort_keys=True))
+    kept = {key: record[key] for key in sorted(record, key=lambda key: key != TRUST)}
     if not kept.get(TRUST):
         kept.pop(TRUST, None)
     text = (json.dumps(kept, indent=1) + "\n").encode()

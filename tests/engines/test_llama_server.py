@@ -323,6 +323,7 @@ def test_what_is_wrong_is_one_line_and_what_to_do_another(model: Path, tmp_path:
     assert "holds no tenant key" in lines[0]
     assert_not_in(ALICE.key, lines)
 
-    code, lines = run_main(COUNTING, "--model", str(model), "--kvsnap-codec", "nope")
+    store = ("--kvsnap-store", str(tmp_path / "store"))
+    code, lines = run_main(COUNTING, "--model", str(model), "--kvsnap-codec", "nope", *store)
     assert code == 1
     assert lines[0].startswith("error: codec 'nope'")

@@ -304,9 +304,12 @@ def test_a_process_that_had_it_open_goes_on_in_an_encrypted_one(plain: Path, tol
         with open_encrypted(plain) as store:
             save(store, IDS, "front", ALICE)
         assert not old.encrypt
+        blocks = Session(old, engine(), tenant=ALICE)
+        blocks.engine.evaluate(MORE)
+        blocks.save()
+        assert old.encrypt, "also where no session's file is published"
         session.engine.evaluate(MORE[len(IDS) :])
         session.save()
-        assert old.encrypt
         assert restored(old, MORE, NAME, tenant=ALICE) == len(MORE)
     found = sealed_files(plain)
     assert all(found.values())
