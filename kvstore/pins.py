@@ -129,7 +129,8 @@ def fill_pins(place: Place, db: sqlite3.Connection) -> None:
 
 def pin_paths(place: Place) -> list[Path]:
     with files.store_errors(place.pins):
-        return sorted(place.pins.glob(f"*/*{SUFFIX}"))
+        found = place.pins.glob(f"*/*{SUFFIX}")
+        return sorted(path for path in found if path.name.isascii())  # as ours are
 
 
 def _deepest(

@@ -193,7 +193,7 @@ def _session_files(
         if tenant.is_symlink():
             continue
         for entry in sorted(_entries(tenant), key=lambda entry: entry.name):
-            if entry.name.endswith(SUFFIX):
+            if entry.name.endswith(SUFFIX) and entry.name.isascii():  # as ours are
                 with contextlib.suppress(OSError):
                     yield Path(entry.path), entry.stat(follow_symlinks=False)
 

@@ -23,6 +23,7 @@ from kvsnap.kvstore.calibrations import Calibrations
 from kvsnap.kvstore.holds import Holds
 from kvsnap.kvstore.index import FAILED, Index
 from kvsnap.kvstore.keyring import Keyring
+from kvsnap.kvstore.links import refuse_links
 from kvsnap.kvstore.locks import Owner
 from kvsnap.kvstore.mounts import refuse_network_file_system
 from kvsnap.kvstore.opener import Opener
@@ -76,6 +77,7 @@ class Store:
         root = Path(path).expanduser() if path is not None else default_path()
         place = Place(root.absolute())
         settings = read_settings(place)
+        refuse_links(place)
         refuse_network_file_system(place.root)
         stored = (settings.capacity, settings.min_free)
         self.budget = budget(place.root, stored, capacity, min_free)
