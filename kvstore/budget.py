@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def parse_size(size: str | int) -> int:
             value = int(float(found[1]) * _UNITS[found[2]])
             if value > 0:
                 return value
-    raise UsageError(f"{size!r} is not a size", "give one like 20GB, 500MB or 1.5TiB")
+    raise UsageError(f"{reprlib.repr(size)} is not a size", "give one like 20GB, 500MB or 1.5TiB")
 
 
 def budget(

@@ -55,7 +55,7 @@ def test_torch_sees_the_values_that_were_stored(
 def test_the_librarys_metadata_is_ours(block_path: Path) -> None:
     with safe_open(block_path, "np") as file:
         metadata = file.metadata()
-    assert metadata["kvsnap"] == "0"
+    assert metadata["kvsnap"] == "1"
     assert metadata["kind"] == "block"
     assert metadata["codec"] == "raw"
     assert len(metadata["file"]) == len(metadata["content"]) == len(metadata["name"]) == 64

@@ -91,7 +91,7 @@ def test_the_file_is_laid_out_so() -> None:
         "fidelity": "exact",
         "file": header["__metadata__"]["file"],
         "kind": "manifest",
-        "kvsnap": "0",
+        "kvsnap": "1",
         "model": "SmolLM2-135M",
         "name": "alice/42",
         "revision": "3",
@@ -211,8 +211,8 @@ def test_a_missing_field_is_refused(field: str) -> None:
 
 
 def test_a_later_version_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="version '1'"):
-        parse_manifest(changed(kvsnap="1"))
+    with pytest.raises(Unsupported, match="version '2'"):
+        parse_manifest(changed(kvsnap="2"))
 
 
 def test_more_items_than_any_session_has_are_refused() -> None:
