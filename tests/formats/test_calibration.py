@@ -174,7 +174,7 @@ def test_what_was_signed_but_makes_no_sense_is_damaged(
 
 def test_another_version_is_unsupported(file: bytes, resign: Callable[..., bytes]) -> None:
     with pytest.raises(Unsupported, match="version"):
-        parse_calibration(memoryview(resign(file, _metadata("kvsnap", "1"))))
+        parse_calibration(memoryview(resign(file, _metadata("kvsnap", "2"))))
 
 
 def _samples(tokens: int, layers: int, heads: int, dim: int, rope: PlaneRope | None) -> Samples:
