@@ -215,7 +215,9 @@ def write_settings(place: Place) -> None:
                 place.settings.rename(place.damaged_settings)
         elif settings.created:
             return
-        kept = _record(place) if files.stands(place.settings) else {}  # somebody wrote it by hand
+        kept = dict[str, Any]()
+        with files.store_errors(place.settings), contextlib.suppress(FileNotFoundError):
+            kept = _record(place)  # somebody wrote it by hand
         new = {"block_size": place.block_size, "created": int(time.time())}
         _replace_settings(place, {**kept, **new, "format": FORMAT_VERSION})
 
