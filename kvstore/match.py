@@ -85,8 +85,14 @@ def longest_prefix(
     tokens = depth * block_size
     if tokens < limit:
         parent = names[depth - 1] if depth else ZERO_PARENT
-        sibling = _best_sibling(blocks, root, parent, token_ids[tokens:], tokens, block_size)
         own = names[depth] if depth < len(names) else b""
+        rest = token_ids[tokens:]
+        if own and own not in blocks.misses and blocks.offers(own):
+            # The prompt's own, which the limit ends in: all of it is the same. Of sealed blocks no
+            # other one can be found.
+            sibling: Wanted | None = Wanted(own, parent, tokens, rest[:block_size])
+        else:
+            sibling = _best_sibling(blocks, root, parent, rest, tokens, block_size)
         if sibling is not None and (root.fidelity == EXACT or sibling.name == own):
             common = min(len(sibling.token_ids), limit - tokens)
             return Match(tokens + common, (*wanted, sibling))

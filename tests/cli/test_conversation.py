@@ -94,7 +94,12 @@ def test_three_sessions_store_a_shared_system_prompt_once(
     stats = kvsnap("--json", "stats").json
     assert stats["blocks"] == 1024 // 64 + 3
     assert stats["bytes_saved_by_sharing"] > 0
-    assert kvsnap("--json", "verify").json == {"checked": 22, "bad": [], "unreachable": [], "sealed": 0}
+    assert kvsnap("--json", "verify").json == {
+        "checked": 22,
+        "bad": [],
+        "unreachable": [],
+        "sealed": 0,
+    }
 
 
 def test_a_prompt_without_a_session_saves_blocks_only(

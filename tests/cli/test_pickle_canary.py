@@ -271,15 +271,18 @@ def test_code_that_a_models_folder_brings_along_is_not_run(attack: Attack, canar
     assert attack("save {folder} --token-ids {ids}", plant).code == 1
 
 
-def test_code_in_the_folder_where_a_command_is_run_is_not_run(attack: Attack, canary: Path) -> None:
-    """A demo runs kvsnap in processes of its own; `python -m` would look for modules there first."""
+@pytest.mark.parametrize("line", ["demo --model {model}", "bench store --blocks 20"])
+def test_code_in_the_folder_where_a_command_is_run_is_not_run(
+    line: str, attack: Attack, canary: Path
+) -> None:
+    """They run kvsnap in processes of their own; `python -m` would look for modules there first."""
 
     def plant(on: Everything) -> None:
         for name in ("json", "click", "numpy"):
             (on.root / "here" / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
-        write(PLACES["model"](on), b"")  # so that it ends with the first of them
+        write(PLACES["model"](on), b"")  # the demo ends with the first of its processes
 
-    assert attack("demo --model {model}", plant).code == 1
+    attack(line, plant)
 
 
 @pytest.mark.parametrize("folder", ["manifests", "sessions", "blocks"])

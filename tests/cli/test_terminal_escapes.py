@@ -68,7 +68,7 @@ def set_settings(on: Everything, **fields: object) -> None:
 
 
 def name_files(on: Everything) -> None:
-    """Such names of files, and outside of the listed folders one that is not UTF-8."""
+    """Such names of files, and one that is not UTF-8, wherever somebody may put them."""
     places = [
         "store", "store/blocks", "store/blocks/ab", "store/sessions", "store/sessions/default",
         "store/pins/default", "store/tmp", "store/quarantine", "store/calibrations",
@@ -79,8 +79,7 @@ def name_files(on: Everything) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (f"way{EVIL}", f"way{EVIL}.safetensors", f"way{EVIL}.reason"):
             (folder / name).write_text(WAY)
-        if folder.name != "default":
-            (folder / os.fsdecode(b"way\x9b2J.safetensors")).write_text(WAY)
+        (folder / os.fsdecode(b"way\x9b2J.safetensors")).write_text(WAY)
 
 
 def change_index(on: Everything) -> None:

@@ -115,6 +115,22 @@ def test_of_another_block_the_front_is_not_taken(tmp_path: Path) -> None:
     assert sealed == [64, len(IDS) - 1]
 
 
+@pytest.mark.parametrize("codec", ["raw", "q8"])
+def test_of_a_prompts_own_last_block_it_is(tmp_path: Path, codec: str) -> None:
+    """A prompt that ends where a block does, once more: its last token alone is computed."""
+
+    def does(store: Store) -> Answers:
+        ids = IDS[: 4 * BLOCK]
+        save(store, ids, None, ALICE, codec=codec)
+        new = engine()
+        report = Session(store, new, tenant=ALICE, codec=codec).resume(ids)
+        return [report.reused_tokens, report.fidelity, report.damage]
+
+    plain, sealed = answers(tmp_path, does)
+    assert plain == sealed
+    assert sealed[0] == 4 * BLOCK - 1
+
+
 def truncates_and_branches(store: Store) -> Answers:
     session = save(store, IDS, NAME, ALICE)
     branches = [
