@@ -172,7 +172,8 @@ def test_ten_times_the_blocks_are_the_same_work(
     assert few > 0
     assert many <= 1.2 * few + 50, f"{few} steps with {SMALL} blocks, {many} with {LARGE}"
     assert len(made) <= len(made_by_few) + 5
-    assert not [call for call in made if re.match(r"(scandir|listdir) blocks", call)]
+    # The folder itself has at most 256 entries, which are looked at for links when a store is opened.
+    assert not [call for call in made if re.match(r"(scandir|listdir) blocks/", call)]
 
 
 def test_a_walk_would_be_seen(opened: dict[int, Opened], counted: Steps) -> None:
