@@ -71,7 +71,6 @@ REPLACEMENTS: dict[str, Callable[[Path], object]] = {
     "our version, other tables": lambda p: _other_database(p, 1),
     "our version, no tables": lambda p: _tables_dropped(p, "blocks"),
     "no counters": lambda p: _tables_dropped(p, "counters"),
-    "no weights": lambda p: _tables_dropped(p, "weights"),
 }
 
 

@@ -123,7 +123,7 @@ def test_a_manifest_that_cannot_be_read_stops_it(
         {
             "cut": data[:-1],
             "flipped": data[:-1] + bytes([data[-1] ^ 1]),
-            "newer": data.replace(b'"kvsnap":"0"', b'"kvsnap":"9"'),
+            "newer": data.replace(b'"kvsnap":"1"', b'"kvsnap":"9"'),
             "text": b"not a manifest",
             "empty": b"",
         }[damage]
