@@ -27,6 +27,7 @@ from kvsnap.formats.tenant import tenant_id as id_of
 
 IDENTITY_VERSION = 1
 EXACT = "exact"
+MAX_BLOCK = 2**16
 MAX_COMPARED = 2**16
 """Characters of an identity whose fields are told apart; 2,000 are usual. A field's name has those of
 all that it stands in, so that longer ones would take memory by the square of their length."""
@@ -94,7 +95,7 @@ class Identity:
     """Model metadata that the caller overrode at load time, sorted by key."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 2**16:
+        if not 1 <= self.block_size <= MAX_BLOCK:
             raise UsageError(f"a block holds 1 to 65536 tokens, not {self.block_size}")
 
     def to_json(self) -> dict[str, Any]:
@@ -139,6 +140,14 @@ class Root:
     def fidelity(self) -> str:
         """`exact`, or what a lossy codec says of itself."""
         return str(parse_identity(self.identity).get("fidelity", ""))
+
+    @functools.cached_property
+    def block_size(self) -> int:
+        """Tokens of its blocks: a serving engine's need not have those of the store."""
+        found = parse_identity(self.identity).get("block_size")
+        if type(found) is not int or not 1 <= found <= MAX_BLOCK:
+            raise Damaged("the identity has an impossible block size")
+        return found
 
     def __repr__(self) -> str:
         return f"Root(root_id={self.root_id[:12]}…)"

@@ -200,7 +200,7 @@ class Blocks:
         if self.ram is not None and self.ram.read_into(root, wanted, layout, out, tokens):
             events.block_found_in_memory()
             return
-        block = self._load(root, wanted, layout, self.place.block_size)
+        block = self._load(root, wanted, layout, root.block_size)
         try:
             block.decode_into(layout, out, tokens)
         except Unsupported as error:  # says nothing against the file
@@ -259,7 +259,7 @@ class Blocks:
         path = self.place.block(wanted.name)
         changed = files.size_and_change(path)[1]
         try:
-            buffer = files.read_whole(path, _SCRATCH, self._largest(layout, tokens))
+            buffer = files.read_whole(path, _SCRATCH, _largest(root, layout, tokens))
             block = self.opener.block(buffer, root.tenant_id)
             self._compare(block.record, root, wanted)
             self._see(wanted.name, changed)
@@ -313,10 +313,6 @@ class Blocks:
             return None
         return (buffer, block) if block.record.name == name else None
 
-    def _largest(self, layout: Layout, tokens: int | Ranges) -> int:
-        """No file of such rows is longer: codecs never store more than the rows."""
-        return 2 * MAX_HEADER + layout.size(tokens) + 4 * self.place.block_size
-
     @staticmethod
     def _compare(record: BlockRecord, root: Root, wanted: Wanted) -> None:
         """The collision check. `Damaged`: no file of this name may say that; `Miss`: it may."""
@@ -344,3 +340,8 @@ class Blocks:
                 # it again must not be passed over.
                 self.misses.pop(wanted.name, None)
         return Miss(wanted.name, reason)
+
+
+def _largest(root: Root, layout: Layout, tokens: int | Ranges) -> int:
+    """No file of such rows is longer: codecs never store more than the rows."""
+    return 2 * MAX_HEADER + layout.size(tokens) + 4 * root.block_size

@@ -7,37 +7,23 @@ nor what only steers generation.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from typing import Any
 
 from blake3 import blake3
 from transformers import PreTrainedConfig
 
 from kvsnap.engines.transformers_code import check_code, own_code
+from kvsnap.engines.transformers_config import rope, rope_parameters, settings
 from kvsnap.engines.transformers_layers import plain
-from kvsnap.engines.transformers_probe import rope_parameters
 from kvsnap.engines.transformers_weights import weights_digest
 from kvsnap.formats.errors import Unsupported
-from kvsnap.formats.identity import Adapter, Identity, Rope
+from kvsnap.formats.identity import Adapter, Identity
 from kvsnap.formats.layout import Layout
 
 FAMILY = "transformers"
 
 _LENGTH_DECIDES = ("dynamic",)
 """RoPE whose frequencies follow the length of the whole sequence: a prefix has no rows of its own."""
-
-_SAYS_NOTHING = re.compile(
-    r"_?(model_)?name_or_path|transformers_version|(torch_)?dtype|use_cache|architectures|auto_map"
-    r"|\w+_token_id|output_attentions|output_hidden_states|return_dict|id2label|label2id"
-    r"|problem_type|initializer_range|max_position_embeddings|attention_dropout|pretraining_tp"
-    r"|_?attn_implementation\w*|_?experts_implementation\w*|tie_word_embeddings"
-)
-"""Of a configuration: does not decide rows, or is told by the weights themselves. Anything else,
-known or not, is part of the identity."""
-
-_LENGTH_IS_NOTHING_TO = ("default", "linear", "llama3")
-"""RoPE whose frequencies and factors do not follow from `max_position_embeddings`."""
 
 _MEDIA = ("image", "video", "audio", "vision_start", "vision_end")
 _SENSES = ("vision", "audio", "vq", "protein")
@@ -101,54 +87,10 @@ def identity_of(model: Any, layout: Layout, block_size: int) -> Identity:
         weights=weights_digest(model),
         architecture=str(config.model_type),
         layout=layout,
-        rope=_rope(config),
+        rope=rope(config),
         block_size=block_size,
         adapters=_adapters(model),
-        overrides=(*_settings(config), *own_code(model)),
-    )
-
-
-def _settings(config: Any) -> tuple[tuple[str, str], ...]:
-    """What a configuration says differently from its class: a new release's new defaults must not
-    rename everything that is stored."""
-    told: dict[str, Any] = dict(config.to_diff_dict())
-    kinds = {facts.get("rope_type", "default") for facts in rope_parameters(config)}
-    if not kinds <= set(_LENGTH_IS_NOTHING_TO):
-        told["context"] = getattr(config, "max_position_embeddings", None)
-    return tuple(
-        (name, json.dumps(value, sort_keys=True, default=str))
-        for name, value in sorted(told.items())
-        if not _SAYS_NOTHING.fullmatch(name) and not _is_gguf(value)
-    )
-
-
-def _is_gguf(value: Any) -> bool:
-    """Where weights were read from a GGUF file, they are plain ones in memory."""
-    return isinstance(value, Mapping) and value.get("quant_method") == "gguf"
-
-
-def _rope(config: Any) -> Rope | None:
-    """Of models with several, that of full attention; the settings have them all."""
-    every = getattr(config, "rope_parameters", None) or {}
-    found = rope_parameters(config)
-    facts = every.get("full_attention") or (found[0] if found else None)
-    if not facts or not facts.get("rope_theta"):
-        return None
-    kind = str(facts.get("rope_type", "default"))
-    trained = int(getattr(config, "max_position_embeddings", None) or 0)
-    return Rope(
-        type="transformers",
-        base=float(facts["rope_theta"]),
-        scale=1.0 / float(facts.get("factor") or 1.0),
-        scaling=kind,
-        original_context=int(
-            facts.get("original_max_position_embeddings") or (0 if kind == "default" else trained)
-        ),
-        extension_factor=None,
-        attention_factor=_number(facts.get("attention_factor")),
-        beta_fast=_number(facts.get("beta_fast")),
-        beta_slow=_number(facts.get("beta_slow")),
-        long_context=False if kind == "longrope" else None,
+        overrides=(*settings(config), *own_code(model)),
     )
 
 
@@ -170,7 +112,3 @@ def _adapters(model: Any) -> tuple[Adapter, ...]:
     digest = blake3(json.dumps(told, sort_keys=True).encode()).hexdigest()
     scale = every.pop() if len(every) == 1 else 1.0
     return (Adapter(kind="lora", digest=f"blake3:{digest}", scale=scale),)
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

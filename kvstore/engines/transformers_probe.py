@@ -15,11 +15,12 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from kvsnap.engines.transformers_config import rope_parameters
 from kvsnap.engines.transformers_layers import (
     ELEMENT_TYPES,
     Kept,
@@ -61,12 +62,6 @@ def run(model: Any, token_ids: torch.Tensor, cache: Any, **more: Any) -> Any:
     more = {key: value for key, value in more.items() if key in names}
     with torch.no_grad():
         return model(input_ids=token_ids, use_cache=True, **{name: cache}, **more)
-
-
-def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """All that the model applies: one, or one for each kind of layer."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return [found] if "rope_type" in found else [v for v in found.values() if isinstance(v, dict)]
 
 
 def arguments(model: Any) -> frozenset[str]:

@@ -1,0 +1,54 @@
+"""The digest of the model files that a serving engine loads, or of an adapter's.
+
+A serving engine gives its plugins no live weights: they are in other processes, cut, fused and perhaps
+on devices. So the files stand for them, and what the engine makes of them (types, quantization) goes
+into the identity beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvsnap.formats.errors import NotFound, Unsupported
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""How files end that hold weights. More than the engine loads is a miss at worst."""
+
+
+def weights_digest(place: Path, file_digest: Callable[[Path], str]) -> str:
+    """Of one file its own digest; of a folder `blake3:HEX` over those of all weights in it, whatever
+    their names. Raises `NotFound` for what is not there, `Unsupported` for a folder without any."""
+    if place.is_file():
+        return file_digest(place)
+    found = weight_files(place)
+    return _joined(file_digest(path) for path in found)
+
+
+def adapter_digest(place: Path, file_digest: Callable[[Path], str]) -> str:
+    """The same of a LoRA adapter's folder; its configuration decides the scale, and counts."""
+    files = [*weight_files(place), place / "adapter_config.json"]
+    return _joined(file_digest(path) for path in files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of weights in a folder, sorted by name."""
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+    except OSError as error:
+        raise NotFound(
+            f"cannot read the model's folder {folder}: {error.strerror}", "check the path"
+        ) from error
+    if not found:
+        raise Unsupported(
+            f"no weights in {folder}: nothing tells this model from another",
+            f"give a folder with files that end in {', '.join(WEIGHTS)}",
+        )
+    return found
+
+
+def _joined(digests: Iterable[str]) -> str:
+    text = "\n".join(sorted(digests))
+    return f"blake3:{blake3(text.encode()).hexdigest()}"

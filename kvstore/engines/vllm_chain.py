@@ -1,0 +1,72 @@
+"""The names of a vLLM request's blocks: its token ids, its salt and its media, under each rank's root."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvsnap.engines.vllm_plan import Rank
+from kvsnap.formats.extras import media_extra, salt_extra
+from kvsnap.formats.identity import Root
+from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, token_array
+
+_DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
+"""How vLLM names media by default (VLLM_MM_HASHER_ALGORITHM). Whoever gives names of their own says
+that equal names are equal media; the store would have to believe that of everybody for ever."""
+
+
+class Chain:
+    """Names and extras of one request's filled blocks, as far as they were asked for."""
+
+    def __init__(self, request: Any, roots: Mapping[Rank, Root], size: int) -> None:
+        self.request, self.roots, self.size = request, roots, size
+        self.names: dict[Rank, list[bytes]] = {rank: [ZERO_PARENT] for rank in roots}
+        """That of the block before each; so the first is no block's."""
+        self.extras: list[bytes] = []
+
+    def reach(self, blocks: int) -> None:
+        """Compute names up to so many blocks; the request has their tokens."""
+        first = len(self.extras)
+        if blocks <= first:
+            return
+        ids = self.token_ids(first, blocks)
+        for number in range(first, blocks):
+            self.extras.append(self._extras(number * self.size))
+        for rank, root in self.roots.items():
+            names = self.names[rank]
+            for number in range(first, blocks):
+                own = ids[(number - first) * self.size : (number - first + 1) * self.size]
+                names.append(block_name(root.key, names[-1], own, self.extras[number]))
+
+    def token_ids(self, first: int, stop: int) -> TokenIds:
+        """Of blocks [first, stop)."""
+        tokens = self.request.all_token_ids[first * self.size : stop * self.size]
+        return token_array(np.array(tokens, dtype=np.int64))
+
+    def _extras(self, start: int) -> bytes:
+        """Of the block that begins at a position, in the order of docs/format.md."""
+        extras = (
+            salt_extra(self.request.cache_salt) if self.request.cache_salt and not start else b""
+        )
+        for item in self.request.mm_features:
+            place = item.mm_position
+            if place.offset < start + self.size and place.offset + place.length > start:
+                extras += media_extra(item.identifier, place.offset - start)
+        return extras
+
+
+def cannot_name(request: Any) -> str:
+    """Why a request's blocks have no names of which it is sure what they stand for; empty: they have."""
+    if request.prompt_embeds is not None:
+        return "prompt embeddings have no token ids"
+    if request.resumable:
+        return "a streaming request's tokens may change"
+    if request.pooling_params is not None:
+        return "pooling requests are not handled"
+    for item in request.mm_features:
+        if not _DIGEST.fullmatch(item.mm_hash or item.identifier):
+            return "its media were given names of their own"
+    return ""

@@ -1,0 +1,233 @@
+"""The scheduler's side: what of a request is stored, and which of its blocks are to be saved.
+
+A block may be saved once the step that computed its last token was executed on all ranks, and everything
+that this step stood on was loaded: what was computed on top of a failed load has the right name and the
+wrong rows. So blocks are saved before the next step begins, not at the end of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsnap.engines.vllm_chain import Chain, cannot_name
+from kvsnap.engines.vllm_identity import Identities
+from kvsnap.engines.vllm_plan import Done, Family, Move, Plan, Rank
+from kvsnap.engines.vllm_remote import Ahead
+from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.identity import Root, root_of
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.gallop import gallop
+from kvsnap.kvstore.store import Store
+
+BAD_SECONDS = 30.0
+"""How long a block is not offered that a worker could not load: it is set aside and stored again
+meanwhile, or, in a store that cannot be written, tried again later."""
+_log = logging.getLogger("kvsnap")
+
+
+@dataclass
+class Tracked:
+    """A request whose blocks have names."""
+
+    request: Any
+    family: int
+    chain: Chain
+    saved: int = 0
+    """Blocks at the front that are stored, or on their way."""
+    settled: int = 0
+    """Tokens at the front whose KV is known to be in the engine, and right."""
+    running: deque[tuple[int, int]] = field(default_factory=deque)
+    """(step, tokens) of steps that are not known to be executed."""
+    local: int = 0
+    """Tokens that vLLM's own prefix cache had when it asked last."""
+    load: Move | None = None
+    pages: Sequence[int] = ()
+    """vLLM's blocks of a request that has finished, from before they were freed."""
+
+
+class Planner:
+    """For one engine. `size`: tokens of a stored block; `page`: of one of vLLM's."""
+
+    def __init__(
+        self, store: Store, identities: Identities, tenant: Tenant | None, size: int, page: int
+    ) -> None:
+        self.store, self.identities, self.tenant = store, identities, tenant
+        self.size, self.page = size, page
+        self.families: list[Family] = []
+        self._roots: list[Mapping[Rank, Root]] = []
+        self._tracked: dict[str, Tracked] = {}
+        self._finished: list[Tracked] = []
+        self._bad: dict[bytes, float] = {}
+        self._step = 0
+        self._ahead = Ahead(store, store.through) if store.through is not None else None
+        self._notes = ThreadPoolExecutor(1, thread_name_prefix="kvsnap-notes")
+        self._noting: Future[None] | None = None
+        self._told: set[str] = set()
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Tokens that are stored beyond the first `computed`; None: ask again. At least one token is
+        left to compute, because no logits are stored."""
+        one = self._track(request)
+        if one is None:
+            return 0
+        most = (request.num_tokens - 1) // self.size
+        one.chain.reach(most)
+        if self._ahead is not None and not self._ahead.is_here(
+            self._move(one, 0, most, ()), self._roots[one.family]
+        ):
+            return None
+        depth = min(self._depth(names[1 : most + 1]) for names in one.chain.names.values())
+        one.saved, one.local = depth, computed
+        return max(0, depth * self.size - computed)
+
+    def admit(self, request: Any, pages: Sequence[int], external: int) -> None:
+        """vLLM gives a request these pages and counts `external` tokens as loaded, behind those that
+        its own prefix cache has."""
+        one = self._tracked.get(request.request_id)
+        if one is None:
+            return
+        one.settled, one.load = 0, None
+        one.running.clear()
+        stop = (one.local + external) // self.size
+        if external:
+            held = one.local // self.page
+            one.load = self._move(one, one.local // self.size, stop, pages, held)
+        self._count(next(iter(one.chain.names.values()))[stop], external, request.num_tokens)
+
+    def plan(self, scheduled: Mapping[str, int], pages_of: Any) -> Plan:
+        """For a step that computes so many tokens of each request."""
+        self._step += 1
+        plan = Plan(self._step, self.families)
+        for one in self._tracked.values():
+            if one.load is not None:
+                plan.loads.append(one.load)
+                one.load = None
+            if one.request.request_id in scheduled:
+                tokens = one.request.num_computed_tokens + scheduled[one.request.request_id]
+                one.running.append((self._step, tokens))
+            plan.saves += self._due(one, pages_of)
+        plan.saves += self.last_saves()
+        return plan
+
+    def last_saves(self) -> list[Move]:
+        """Of requests that have finished, what is settled by now. They are then forgotten: their pages
+        are others' from the next step on."""
+        finished, self._finished = self._finished, []
+        return [move for one in finished for move in self._due(one, lambda _: one.pages)]  # noqa: B023
+
+    def settle(self, done: Done) -> None:
+        """A step was executed."""
+        for one in [*self._tracked.values(), *self._finished]:
+            if done.missed:
+                # vLLM has set back by now whoever stood on it, and steps that are on their way do.
+                one.running.clear()
+                valid = one.request.num_computed_tokens // self.size
+                one.saved, one.settled = min(one.saved, valid), min(one.settled, valid * self.size)
+            while one.running and one.running[0][0] <= done.step:
+                one.settled = one.running.popleft()[1]
+        if done.missed:
+            until = time.monotonic() + BAD_SECONDS
+            self._bad |= dict.fromkeys(done.missed, until)
+
+    def finish(self, request: Any, pages: Sequence[int]) -> None:
+        """A request has ended; its pages are free for others once the next step begins."""
+        one = self._tracked.pop(request.request_id, None)
+        if self._ahead is not None:
+            self._ahead.forget(request.request_id)
+        if one is not None and request.status.name != "FINISHED_ERROR":
+            one.pages = list(pages)
+            self._finished.append(one)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._notes.shutdown()
+
+    def _track(self, request: Any) -> Tracked | None:
+        one = self._tracked.get(request.request_id)
+        if one is None:
+            reason = cannot_name(request)
+            try:
+                family = self._family(request) if not reason else 0
+            except (KvsnapError, OSError) as error:
+                reason = str(error)
+            if reason:
+                self._tell(reason)
+                return None
+            chain = Chain(request, self._roots[family], self.size)
+            one = self._tracked[request.request_id] = Tracked(request, family, chain)
+        return one
+
+    def _family(self, request: Any) -> int:
+        lora = request.lora_request
+        family = self.identities.plain() if lora is None else self.identities.with_lora(lora)
+        if family not in self.families:
+            roots = {rank: root_of(identity, self.tenant) for rank, identity in family.items()}
+            self.families.append(family)
+            self._roots.append(roots)
+        return self.families.index(family)
+
+    def _due(self, one: Tracked, pages_of: Any) -> list[Move]:
+        """What is settled and not saved."""
+        blocks = min(one.settled, one.request.num_tokens) // self.size
+        pages = pages_of(one.request.request_id) if blocks > one.saved else ()
+        if blocks <= one.saved or len(pages) * self.page < blocks * self.size:
+            return []  # the latter: preempted
+        one.chain.reach(blocks)
+        move = self._move(one, one.saved, blocks, pages)
+        one.saved = blocks
+        return [move]
+
+    def _move(
+        self, one: Tracked, first: int, stop: int, pages: Sequence[int], held: int = 0
+    ) -> Move:
+        in_block = self.size // self.page
+        chain = one.chain
+        return Move(
+            one.request.request_id,
+            one.family,
+            first * self.size,
+            chain.token_ids(first, stop),
+            chain.extras[first:stop],
+            {rank: names[first : stop + 1] for rank, names in chain.names.items()},
+            pages[first * in_block : stop * in_block],
+            max(0, held - first * in_block),
+            self._whole(chain, stop),
+        )
+
+    def _whole(self, chain: Chain, stop: int) -> Mapping[Rank, Sequence[bytes]]:
+        if self.store.behind is None:
+            return {}
+        return {rank: names[1 : stop + 1] for rank, names in chain.names.items()}
+
+    def _depth(self, names: Sequence[bytes]) -> int:
+        most = len(names)
+        if self._bad:
+            now = time.monotonic()
+            self._bad = {name: until for name, until in self._bad.items() if until > now}
+            most = next((n for n, name in enumerate(names) if name in self._bad), most)
+        try:
+            return gallop(lambda number: self.store.blocks.offers(names[number]), most)
+        except KvsnapError as error:
+            self._tell(f"the store cannot be asked: {error}")
+            return 0
+
+    def _count(self, deepest: bytes, reused: int, tokens: int) -> None:
+        """Once a request: its deepest block is used, and with it all before it."""
+        try:
+            self.store.index.count_request(deepest if reused else None, reused, tokens - reused)
+            if self._noting is None or self._noting.done():  # a write may wait for other processes
+                self._noting = self._notes.submit(self.store.index.write_notes, wait=False)
+        except KvsnapError as error:
+            self._tell(f"the store's use cannot be noted: {error}")
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("a request is computed without kvsnap: %s", reason)

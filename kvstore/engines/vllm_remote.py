@@ -1,0 +1,60 @@
+"""What a remote has of a prompt is brought into the store before the prompt is admitted: the scheduler
+asks again meanwhile, and never waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvsnap.engines.vllm_plan import Move, Rank
+from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.identity import Root
+from kvsnap.kvstore.sharing.through import Through
+from kvsnap.kvstore.store import Store
+
+_log = logging.getLogger("kvsnap")
+
+
+class Ahead:
+    """One store's remote, asked for a few prompts at a time."""
+
+    def __init__(self, store: Store, through: Through, threads: int = 4) -> None:
+        self.store, self.through = store, through
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvsnap-ahead")
+        self._asked: dict[str, Future[None]] = {}
+
+    def is_here(self, prompt: Move, roots: Mapping[Rank, Root]) -> bool:
+        """Whether all that the remote has of a request's prompt is in the store, or will not come. The
+        first call begins to bring it."""
+        asked = self._asked.get(prompt.request_id)
+        if asked is None:
+            asked = self._asked[prompt.request_id] = self._pool.submit(self._bring, prompt, roots)
+        return asked.done()
+
+    def forget(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _bring(self, prompt: Move, roots: Mapping[Rank, Root]) -> None:
+        try:
+            for rank, root in roots.items():
+                wanted = prompt.wanted(rank)
+                names = [block.name for block in wanted]
+                here = self.store.index.depth(names)
+                there = self.through.reach(names, here, len(names))
+                if there == here:
+                    continue
+                with self.through.fetch(
+                    root, wanted[here:there], lambda start, stop: None
+                ) as coming:
+                    for block in wanted[here:there]:
+                        if coming.wait(block.name) is not None:
+                            break
+            problem = self.through.take_problem()
+        except KvsnapError as error:
+            problem = error.what
+        if problem:
+            _log.warning("not all of a prompt came from the remote: %s", problem)

@@ -1,0 +1,184 @@
+"""The worker's side: stored blocks into one rank's pages, filled pages out of them and to the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+
+from kvsnap.engines.vllm_pages import Pages
+from kvsnap.engines.vllm_plan import Done, Family, Move, Plan, Rank
+from kvsnap.formats.codecs import Codec
+from kvsnap.formats.errors import KvsnapError
+from kvsnap.formats.identity import Root, root_of
+from kvsnap.formats.layout import Array
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.page_writer import Batch, PageWriter
+from kvsnap.kvstore.restore import MAX_THREADS
+from kvsnap.kvstore.store import Store
+from kvsnap.kvstore.wanted import Miss, Wanted
+
+AT_ONCE = 2 * MAX_THREADS
+"""Blocks that are read while earlier ones go into the engine; so many are in memory."""
+SAVED_AT_ONCE = 16
+"""Blocks that are copied out of the engine by one call for each layer."""
+_log = logging.getLogger("kvsnap")
+
+
+class Worker:
+    """One rank. What goes wrong with the store is a block that is computed, or not saved: never raised."""
+
+    def __init__(
+        self,
+        store: Store,
+        pages: Pages,
+        rank: Rank,
+        tenant: Tenant | None,
+        codec: Codec,
+        buffer_bytes: int,
+    ) -> None:
+        self.store, self.pages, self.rank, self.tenant = store, pages, rank, tenant
+        self.writer = PageWriter(store, codec, buffer_bytes)
+        self.failed: set[int] = set()
+        """vLLM's ids of blocks that were not loaded in this step."""
+        self.missed: list[bytes] = []
+        self._readers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kvsnap-read")
+        self._buffers: SimpleQueue[dict[str, Array]] = SimpleQueue()
+        self._roots: dict[str, Root] = {}
+        self._counts = Counter[str]()
+        self._seconds = 0.0
+
+    def save(self, families: Sequence[Family], moves: Sequence[Move]) -> None:
+        """Copy filled blocks out of the engine, those that the store lacks; a thread writes them."""
+        for move in moves:
+            try:
+                self._save(self._root(families[move.family]), move)
+            except (KvsnapError, OSError, MemoryError) as error:
+                self.writer.drop(len(move.extras))
+                _log.error("blocks are not saved: %s", error)
+
+    def load(self, plan: Plan) -> None:
+        """Read a plan's blocks and write them into the engine. Of a request, what follows a block that
+        cannot be used is given up with it."""
+        began = time.perf_counter()
+        for move in plan.loads:
+            self._load(self._root(plan.families[move.family]), move)
+        if plan.loads:
+            self._seconds += time.perf_counter() - began
+
+    def take_done(self, step: int) -> Done:
+        done, self.missed = Done(step, self.missed), []
+        return done
+
+    def take_failed(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def take_counts(self) -> dict[str, float]:
+        """What was loaded and saved since the last time."""
+        counts = Counter[str](self.writer.take_counts())
+        counts.update(self._counts)
+        told: dict[str, float] = dict(counts)
+        if self._seconds:
+            told["load_seconds"] = self._seconds
+        self._counts, self._seconds = Counter(), 0.0
+        return told
+
+    def close(self) -> None:
+        """Write what waits, and close the store."""
+        self.writer.close()
+        self._readers.shutdown()
+        try:
+            self.store.close()
+        except KvsnapError as error:
+            _log.error("the store's end: %s", error)
+
+    def _root(self, family: Family) -> Root:
+        identity = family[self.rank]
+        if identity not in self._roots:
+            self._roots[identity] = root_of(identity, self.tenant)
+        return self._roots[identity]
+
+    def _save(self, root: Root, move: Move) -> None:
+        self.store.check_tenant(root.tenant_id)
+        in_block = self.pages.pages_in_block
+        missing = [
+            (block, move.pages[number * in_block : (number + 1) * in_block])
+            for number, block in enumerate(move.wanted(self.rank))
+            if not self.writer.is_waiting(block.name) and not self.store.blocks.has(block.name)
+        ]
+        for first in range(0, len(missing), SAVED_AT_ONCE):
+            some = missing[first : first + SAVED_AT_ONCE]
+            size = len(some) * self.pages.block_bytes
+            if not self.writer.room_for(size):
+                self.writer.drop(len(missing) - first)
+                return
+            taken = self.pages.take([page for _, pages in some for page in pages])
+            blocks = [block for block, _ in some]
+            chain = move.chain.get(self.rank, ())
+            self.writer.add(Batch(root, blocks, self.pages.layout, taken, size, chain))
+
+    def _load(self, root: Root, move: Move) -> None:
+        in_block, held = self.pages.pages_in_block, move.held
+        blocks = move.wanted(self.rank)
+        for number, (block, read) in enumerate(self._reading(root, blocks)):
+            own = move.pages[number * in_block : (number + 1) * in_block]
+            try:
+                rows = read.result()
+            except Miss as miss:
+                self._miss(miss, move.pages[max(held, number * in_block) :])
+                return
+            try:
+                self.pages.put(rows, own, held if number == 0 else 0)
+            finally:
+                self._buffers.put(rows)
+            self._counts["loaded"] += 1
+            self._counts["loaded_tokens"] += len(block.token_ids)
+            self._counts["loaded_bytes"] += self.pages.block_bytes
+
+    def _reading(
+        self, root: Root, blocks: Sequence[Wanted]
+    ) -> Iterator[tuple[Wanted, Future[dict[str, Array]]]]:
+        """Blocks in order, a few of them under way; those behind one that was given up are not read."""
+        waiting = deque[tuple[Wanted, Future[dict[str, Array]]]]()
+        left = iter(blocks)
+        try:
+            while True:
+                for block in left:
+                    waiting.append((block, self._readers.submit(self._read, root, block)))
+                    if len(waiting) == AT_ONCE:
+                        break
+                if not waiting:
+                    return
+                yield waiting.popleft()
+        finally:
+            for _, read in waiting:
+                read.cancel()
+                if not read.cancelled() and read.exception() is None:
+                    self._buffers.put(read.result())
+
+    def _read(self, root: Root, block: Wanted) -> dict[str, Array]:
+        rows = self._buffer()
+        try:
+            self.store.blocks.read_into(
+                root, block, self.pages.layout, rows, slice(0, len(block.token_ids))
+            )
+        except BaseException:
+            self._buffers.put(rows)
+            raise
+        return rows
+
+    def _buffer(self) -> dict[str, Array]:
+        try:
+            return self._buffers.get_nowait()
+        except Empty:
+            return self.pages.buffer()
+
+    def _miss(self, miss: Miss, pages: Sequence[int]) -> None:
+        self.failed.update(pages)
+        self.missed.append(miss.name)
+        self._counts["load_failures"] += 1
+        _log.warning("%s; it is computed instead", miss)

@@ -1,0 +1,116 @@
+"""Run a real vLLM engine with the connector in this process, as a job says, and print what it did.
+
+    python serve.py JOB.json > RESULT.json
+
+JOB: {"model": PATH, "store": PATH, "extra": {...}, "args": {...of LLM}, "steps": [STEP, ...]}.
+STEP: {"prompts": [[token id, ...], ...], "max_tokens": N, "salt": TEXT, "abort_after": N}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ |= {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+}
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+
+CONNECTOR = {
+    "kv_connector": "KVSnapConnector",
+    "kv_connector_module_path": "kvsnap.engines.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+DEFAULTS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 1024,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    args = DEFAULTS | job.get("args", {})
+    if job.get("store") is not None or "connector" in job:
+        extra = job.get("extra", {})
+        if job.get("store") is not None:
+            extra = {"store": job["store"]} | extra
+        connector = CONNECTOR | {"kv_connector_extra_config": extra} | job.get("connector", {})
+        args["kv_transfer_config"] = KVTransferConfig(**connector)
+    llm = LLM(model=job["model"], **args)
+    steps = [run(llm, step) for step in job["steps"]]
+    found = {"steps": steps, "modules": sorted({"numba", "llvmlite"} & set(sys.modules))}
+    llm.llm_engine.engine_core.shutdown()
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+
+
+def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
+    before, began = counters(llm), time.perf_counter()
+    params = SamplingParams(
+        temperature=0.0, max_tokens=step.get("max_tokens", 8), logprobs=1, ignore_eos=True
+    )
+    prompts = [
+        TokensPrompt(
+            prompt_token_ids=ids, **({"cache_salt": step["salt"]} if "salt" in step else {})
+        )
+        for ids in step["prompts"]
+    ]
+    if "abort_after" in step:
+        outputs = abort(llm, prompts, params, step["abort_after"])
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    if step.get("flush", True):
+        llm.reset_prefix_cache()  # what comes next is not found in vLLM's own cache
+    after = counters(llm)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            [
+                entry[token].logprob
+                for entry, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)
+            ]
+            for o in outputs
+        ],
+        "cached": [output.num_cached_tokens for output in outputs],
+        "counted": {name: value - before.get(name, 0) for name, value in after.items()},
+        "seconds": seconds,
+    }
+
+
+def abort(llm: LLM, prompts: list[Any], params: Any, steps: int) -> list[Any]:
+    """Take the first request back after some steps; the others go on."""
+    engine = llm.llm_engine
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    finished = {}
+    while engine.has_unfinished_requests():
+        if steps == 0:
+            engine.abort_request(["0"])
+        steps -= 1
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return [finished[key] for key in sorted(finished) if key != "0"]
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+if __name__ == "__main__":
+    main()
