@@ -236,9 +236,17 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
         parts = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         parts = [(f"{prefix}[{number}]", item) for number, item in enumerate(value)]
+    elif prefix == "overrides" and _are_pairs(value):
+        parts = [(f"{prefix}.{key}", item) for key, item in value]
     else:
         return {prefix: json.dumps(value)}
     return {name: text for key, item in parts for name, text in _flatten(item, key).items()}
+
+
+def _are_pairs(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(p, list) and [type(part) for part in p] == [str, str] for p in value)
 
 
 def _canonical(record: Mapping[str, Any]) -> str:

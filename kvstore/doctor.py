@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvsnap.engines.installed import installed
 from kvsnap.formats.errors import KvsnapError, Unsupported
-from kvsnap.formats.interchange.llamacpp import SUPPORTED_VERSIONS
 from kvsnap.formats.pin import SESSION
 from kvsnap.formats.session_name import SUFFIX
 from kvsnap.kvstore.budget import disk_free
@@ -18,6 +19,7 @@ from kvsnap.kvstore.other_version import what_it_holds
 from kvsnap.kvstore.pins import pin_paths
 from kvsnap.kvstore.place import SETTINGS, Place, default_path
 from kvsnap.kvstore.rebuild import block_names
+from kvsnap.kvstore.roots_apart import roots_apart
 from kvsnap.kvstore.session_file import read_pin
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.unfinished import OURS
@@ -46,8 +48,10 @@ class Finding:
     advice: str = ""
 
 
-def examine(path: str | Path | None, capacity: str | int | None = None) -> Iterator[Finding]:
-    """All findings on the store at `path` and on the engines that are installed."""
+def examine(
+    path: str | Path | None, capacity: str | int | None = None, engine: str = "llama.cpp"
+) -> Iterator[Finding]:
+    """All findings on the store at `path`, and on one engine: whether what is installed here fits."""
     try:
         store = Store(path, capacity=capacity)
     except KvsnapError as error:
@@ -58,7 +62,8 @@ def examine(path: str | Path | None, capacity: str | int | None = None) -> Itera
     else:
         with store:
             yield from _store(store)
-    yield from _llama()
+    for level, what, advice in installed(engine):
+        yield Finding(level, what, advice)
 
 
 def _store(store: Store) -> Iterator[Finding]:
@@ -81,6 +86,7 @@ def _store(store: Store) -> Iterator[Finding]:
     yield from _room(store)
     if place.root.exists():
         yield from _index(store)
+        yield from _apart(store)
         yield from _leftovers(store)
 
 
@@ -110,6 +116,13 @@ def _index(store: Store) -> Iterator[Finding]:
             f"{unreachable} blocks wait for one before them",
             "saving their prompt again makes them usable",
         )
+
+
+def _apart(store: Store) -> Iterator[Finding]:
+    """Why blocks of one model do not serve another engine, or a server that was started otherwise."""
+    with contextlib.suppress(KvsnapError, sqlite3.Error):  # the index's own finding tells of it
+        for apart in roots_apart(store):
+            yield Finding("note", str(apart), "docs/engines.md says what must match")
 
 
 def _room(store: Store) -> Iterator[Finding]:
@@ -200,22 +213,3 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _llama() -> Iterator[Finding]:
-    try:
-        import llama_cpp
-    except ImportError:
-        advice = "pip install 'kvsnap[llama]'"
-        yield Finding("note", "engine llama.cpp: llama-cpp-python is not installed", advice)
-        return
-    except OSError as error:
-        yield Finding("problem", f"engine llama.cpp cannot be loaded: {error}", "reinstall it")
-        return
-    version = getattr(llama_cpp, "LLAMA_STATE_SEQ_VERSION", None)
-    name = f"engine llama.cpp: llama-cpp-python {llama_cpp.__version__}, state version {version}"
-    if version in SUPPORTED_VERSIONS:
-        yield Finding("ok", name)
-    else:
-        known = ", ".join(map(str, SUPPORTED_VERSIONS))
-        yield Finding("problem", f"{name}; kvsnap knows {known}", "use another version of either")

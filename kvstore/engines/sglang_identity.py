@@ -1,0 +1,146 @@
+"""What decides the bytes of SGLang's host pages: the model's files and settings, types, layout, ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsnap.engines.served_weights import weights_digest
+from kvsnap.engines.sglang_chain import WORDS
+from kvsnap.engines.sglang_start import check_arguments
+from kvsnap.engines.transformers_config import rope, settings
+from kvsnap.formats.errors import NotFound, Unsupported
+from kvsnap.formats.identity import Identity, Rope, Shard
+from kvsnap.formats.layout import Group, Layout, Plane
+
+FAMILY = "sglang"
+PLANE = "page.kv"
+"""All of a page, as `get_data_page` of the host pool gives it."""
+_ARGUMENTS = (
+    "model_impl",
+    "model_loader_extra_config",
+    "modelopt_quant",
+    "quantization_param_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+)
+"""What SGLang can be told that changes weights or KV after the files were read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the process serves, as far as it decides KV."""
+
+    folder: Path
+    architecture: str
+    rope: Rope | None
+    settings: tuple[tuple[str, str], ...]
+
+
+def served_model(given: str | None) -> Model:
+    """The model of this scheduler process, from SGLang's own arguments; `given` says where its files
+    are, if not where SGLang says. Raises `Unsupported` for what kvsnap does not serve."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    check_arguments(arguments)
+    config = ModelConfig.from_server_args(arguments)
+    if config.is_multimodal:
+        raise Unsupported(
+            "SGLang tells images and sounds apart by few bits of a page's hash",
+            "kvsnap serves text models only",
+        )
+    text = config.hf_text_config
+    told = {name: getattr(arguments, name) for name in _ARGUMENTS}
+    told |= {"dtype": config.dtype, "quantization": config.quantization}
+    return Model(
+        folder=_folder(given or arguments.model_path, arguments),
+        architecture=str(text.model_type),
+        rope=rope(text),
+        settings=(*settings(text), *_named({k: v for k, v in told.items() if v})),
+    )
+
+
+def page_layout(pool: Any) -> Layout:
+    """One plane of a page's bytes, to be taken whole."""
+    page_bytes = pool.size_per_token * pool.page_size
+    plane = Plane(
+        name=PLANE.partition(".")[2],
+        kind="pages",
+        dtype="U8",
+        row=(page_bytes,),
+        source_type=str(pool.dtype).removeprefix("torch."),
+    )
+    return Layout(groups=(Group(name=PLANE.partition(".")[0], layers=1, planes=(plane,)),))
+
+
+def identity_of(
+    pool: Any, config: Any, model: Model, file_digest: Callable[[Path], str]
+) -> Identity:
+    """Of one rank's host pages. `config`: SGLang's `HiCacheStorageConfig`.
+
+    All ranks of tensor parallelism hold the same latent rows (MLA), and one of them stores for all.
+    """
+    shape = {
+        "head_dim": getattr(pool, "head_dim", None),
+        "heads": getattr(pool, "head_num", None),
+        "latent_dim": getattr(pool, "kv_cache_dim", None),
+        "v_head_dim": getattr(pool, "v_head_dim", None),
+    }
+    told = {
+        "layout": pool.layout,
+        "layers": [pool.start_layer, pool.end_layer, pool.layer_num],
+        "page_size": pool.page_size,
+        "pool": type(pool).__name__,
+        "shape": {name: size for name, size in shape.items() if size is not None},
+    }
+    return Identity(
+        family=FAMILY,
+        weights=weights_digest(model.folder, file_digest),
+        architecture=model.architecture,
+        layout=page_layout(pool),
+        rope=model.rope,
+        block_size=WORDS,
+        shard=Shard(
+            tensor_rank=0 if config.is_mla_model else config.tp_rank,
+            tensor_size=1 if config.is_mla_model else config.tp_size,
+            pipeline_rank=config.pp_rank,
+            pipeline_size=config.pp_size,
+            context_rank=config.attn_cp_rank,
+            context_size=config.attn_cp_size,
+        ),
+        overrides=tuple(sorted((*model.settings, *_named(told)))),
+    )
+
+
+def _named(told: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"sglang.{name}", json.dumps(value, sort_keys=True, default=str))
+        for name, value in sorted(told.items())
+    )
+
+
+def _folder(model: str, arguments: Any) -> Path:
+    """Where the model's files are: a path, or what was downloaded under a name."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=arguments.revision,
+            cache_dir=arguments.download_dir,
+            local_files_only=True,
+        )
+    except Exception as error:  # whatever it says: the files are not to be found
+        raise NotFound(
+            f"the files of model {model!r} are not to be found on this machine",
+            'say where: "model": "/folder" in the extra configuration',
+        ) from error
+    return Path(found)
