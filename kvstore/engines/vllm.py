@@ -9,9 +9,9 @@ vLLM makes two of these: one beside its scheduler, which plans, and one in each 
 The order in which it calls them in one step, as release 0.32 does:
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
-    worker      handle_preemptions (saves what earlier steps filled) → start_load_kv (loads) → forward
-                → get_block_ids_with_load_errors, build_connector_worker_meta
-    scheduler   request_finished, update_connector_output
+    worker      handle_preemptions (saves what earlier steps filled) → forward → start_load_kv (loads
+                begin) → get_finished, get_block_ids_with_load_errors, build_connector_worker_meta
+    scheduler   request_finished, update_connector_output (loads have ended)
 
 Nothing is saved before the scheduler knows that the step that filled it was right; see vllm_planner.py.
 """
@@ -100,7 +100,7 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All is loaded when `start_load_kv` returns."""
+        """vLLM computes no token of a request before all that it waits for is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -109,6 +109,10 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Pages are copied before `handle_preemptions` returns; nothing waits for the disk."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+        assert self._worker is not None
+        return None, self._worker.take_loaded(self._get_connector_metadata().idle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
@@ -134,7 +138,8 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._planner is not None
-        return self._planner.matched(request, num_computed_tokens), False
+        found = self._planner.matched(request, num_computed_tokens)
+        return found, bool(found)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
@@ -151,6 +156,8 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._planner is not None
+        for request_id in connector_output.finished_recving or ():
+            self._planner.loaded(request_id)
         done = connector_output.kv_connector_worker_meta
         if done is None:
             return

@@ -16,6 +16,7 @@ INTERFACE = {
     "build_connector_meta": ("scheduler_output",),
     "build_connector_worker_meta": (),
     "get_block_ids_with_load_errors": (),
+    "get_finished": ("finished_req_ids",),
     "get_handshake_metadata": (),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "handle_preemptions": ("kv_connector_metadata",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class Pages:
         self.device = next(iter(caches.values())).device
         self.layout = Layout(groups=tuple(self._group(*group) for group in self._groups))
         self.block_bytes = self.layout.size(0)
+        on_cpu = self.device.type == "cpu"
+        self._beside = None if on_cpu else torch.Stream(self.device)
+        """Where loads run, while vLLM computes other requests' tokens."""
 
     def facts(self, backend: str, layout: str, isa: str) -> tuple[tuple[str, str], ...]:
         """What else decides the bytes: whose pages they are, and how they lie in memory."""
@@ -93,20 +97,27 @@ class Pages:
             for name, tensors in self._groups
         }
 
-    def put(self, rows: Mapping[str, Array], pages: Sequence[int], held: int) -> None:
-        """Write one block's rows into its pages but the first `held`. The rows may be used again when
-        this returns."""
-        index = torch.tensor(pages[held:], dtype=torch.int64, device=self.device)
-        for name, tensors in self._groups:
-            like = tensors[0]
-            host = torch.from_numpy(rows[f"{name}.{PLANE}"]).view(like.dtype)
-            shaped = host.reshape(len(tensors), self.pages_in_block, *like.shape[1:])[:, held:]
-            there = shaped.to(self.device, non_blocking=True)
-            for number, tensor in enumerate(tensors):
-                tensor.index_copy_(0, index, there[number])
-        done = _event(self.device)
-        if done is not None:
-            done.synchronize()
+    def mark(self) -> Any:
+        """For `put`: all that this thread told the device to do until now."""
+        return _event(self.device)
+
+    def put(self, rows: Mapping[str, Array], pages: Sequence[int], held: int, before: Any) -> None:
+        """Write one block's rows into its pages but the first `held`, behind what came `before`: a page
+        may still be copied for the request that had it. All is written when this returns."""
+        with torch.inference_mode(), self._beside or nullcontext():
+            if self._beside is not None:
+                self._beside.wait_event(before)
+            index = torch.tensor(pages[held:], dtype=torch.int64, device=self.device)
+            for name, tensors in self._groups:
+                like = tensors[0]
+                host = torch.from_numpy(rows[f"{name}.{PLANE}"]).view(like.dtype)
+                shaped = host.reshape(len(tensors), self.pages_in_block, *like.shape[1:])[:, held:]
+                there = shaped.to(self.device, non_blocking=True)
+                for number, tensor in enumerate(tensors):
+                    tensor.index_copy_(0, index, there[number])
+            done = _event(self.device)
+            if done is not None:
+                done.synchronize()
 
     def _group(self, name: str, tensors: Sequence[torch.Tensor]) -> Group:
         plane = Plane(

@@ -74,9 +74,11 @@ class Move:
 @dataclass
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers are to do in one step: `saves` before anything else, as vLLM may give their
-    pages to other requests from now on; then `loads`, before the forward pass."""
+    pages to other requests from now on; `loads` begin when its forward pass was launched."""
 
     step: int
+    idle: bool = False
+    """The step computes nothing: all requests wait."""
     families: Sequence[Family] = ()
     saves: list[Move] = field(default_factory=list)
     loads: list[Move] = field(default_factory=list)

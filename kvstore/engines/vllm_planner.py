@@ -1,8 +1,12 @@
 """The scheduler's side: what of a request is stored, and which of its blocks are to be saved.
 
-A block may be saved once the step that computed its last token was executed on all ranks, and everything
-that this step stood on was loaded: what was computed on top of a failed load has the right name and the
-wrong rows. So blocks are saved before the next step begins, not at the end of their own.
+Loads are asynchronous: vLLM schedules a request, and lets others share its pages, once all of them are
+loaded. With its other way, what is computed on top of a load that fails has the right name and the wrong
+rows: a request that is aborted then leaves such pages in vLLM's own cache, and under asynchronous
+scheduling the step that is on its way answers from them.
+
+A block may be saved once the step that computed its last token was executed on all ranks, whichever
+request's step that was. So blocks are saved before a later step begins, not at the end of their own.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class Planner:
         self._tracked: dict[str, Tracked] = {}
         self._finished: list[Tracked] = []
         self._bad: dict[bytes, float] = {}
+        self._loading: dict[str, set[bytes]] = {}
+        """Names of the blocks that a request waits for."""
         self._step = 0
         self._ahead = Ahead(store, store.through) if store.through is not None else None
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="kvsnap-notes")
@@ -71,8 +77,8 @@ class Planner:
         self._told: set[str] = set()
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """Tokens that are stored beyond the first `computed`; None: ask again. At least one token is
-        left to compute, because no logits are stored."""
+        """Tokens that are stored beyond the first `computed`, which vLLM has; None: ask again. At least
+        one token is left to compute, because no logits are stored."""
         one = self._track(request)
         if one is None:
             return 0
@@ -84,13 +90,18 @@ class Planner:
             return None
         depth = min(self._depth(names[1 : most + 1]) for names in one.chain.names.values())
         one.saved, one.local = depth, computed
-        return max(0, depth * self.size - computed)
+        if depth * self.size <= computed:
+            return 0
+        first = next(iter(one.chain.names.values()))[computed // self.size + 1]
+        if any(first in names for names in self._loading.values()):
+            return None  # soon its pages are in vLLM's own cache, for all who wait for them
+        return depth * self.size - computed
 
     def admit(self, request: Any, pages: Sequence[int], external: int) -> None:
         """vLLM gives a request these pages and counts `external` tokens as loaded, behind those that
-        its own prefix cache has."""
+        its own prefix cache has. It does so again, with none, once these are loaded."""
         one = self._tracked.get(request.request_id)
-        if one is None:
+        if one is None or request.num_computed_tokens:
             return
         one.settled, one.load = 0, None
         one.running.clear()
@@ -98,12 +109,14 @@ class Planner:
         if external:
             held = one.local // self.page
             one.load = self._move(one, one.local // self.size, stop, pages, held)
+            names = next(iter(one.load.names.values()))
+            self._loading[request.request_id] = set(names[1:])
         self._count(next(iter(one.chain.names.values()))[stop], external, request.num_tokens)
 
     def plan(self, scheduled: Mapping[str, int], pages_of: Any) -> Plan:
         """For a step that computes so many tokens of each request."""
         self._step += 1
-        plan = Plan(self._step, self.families)
+        plan = Plan(self._step, not scheduled, self.families)
         for one in self._tracked.values():
             if one.load is not None:
                 plan.loads.append(one.load)
@@ -121,14 +134,15 @@ class Planner:
         finished, self._finished = self._finished, []
         return [move for one in finished for move in self._due(one, lambda _: one.pages)]  # noqa: B023
 
+    def loaded(self, request_id: str) -> None:
+        """All ranks have what a request waited for, or have said what is missing."""
+        self._loading.pop(request_id, None)
+
     def settle(self, done: Done) -> None:
         """A step was executed."""
         for one in [*self._tracked.values(), *self._finished]:
-            if done.missed:
-                # vLLM has set back by now whoever stood on it, and steps that are on their way do.
-                one.running.clear()
-                valid = one.request.num_computed_tokens // self.size
-                one.saved, one.settled = min(one.saved, valid), min(one.settled, valid * self.size)
+            if done.missed:  # vLLM has set back by now who waited for it
+                one.saved = min(one.saved, one.request.num_computed_tokens // self.size)
             while one.running and one.running[0][0] <= done.step:
                 one.settled = one.running.popleft()[1]
         if done.missed:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from kvsnap.engines.vllm_pages import Pages
 from kvsnap.engines.vllm_plan import Done, Family, Move, Plan, Rank
@@ -25,7 +27,19 @@ AT_ONCE = 2 * MAX_THREADS
 """Blocks that are read while earlier ones go into the engine; so many are in memory."""
 SAVED_AT_ONCE = 16
 """Blocks that are copied out of the engine by one call for each layer."""
+IDLE_SECONDS = 0.005
+"""A new request may wait as long, where all others wait for their loads."""
 _log = logging.getLogger("kvsnap")
+
+
+@dataclass
+class Loaded:
+    """What came of one load: vLLM's ids of the pages that were not written, the names of blocks that
+    could not be used, and what is counted."""
+
+    failed: set[int] = field(default_factory=set)
+    missed: list[bytes] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Worker:
@@ -43,13 +57,14 @@ class Worker:
         self.store, self.pages, self.rank, self.tenant = store, pages, rank, tenant
         self.writer = PageWriter(store, codec, buffer_bytes)
         self.failed: set[int] = set()
-        """vLLM's ids of blocks that were not loaded in this step."""
+        """vLLM's ids of blocks that could not be loaded, not reported yet."""
         self.missed: list[bytes] = []
         self._readers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kvsnap-read")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvsnap-load")
+        self._loading: dict[str, Future[Loaded]] = {}
         self._buffers: SimpleQueue[dict[str, Array]] = SimpleQueue()
         self._roots: dict[str, Root] = {}
-        self._counts = Counter[str]()
-        self._seconds = 0.0
+        self._counts = defaultdict[str, float](float)
 
     def save(self, families: Sequence[Family], moves: Sequence[Move]) -> None:
         """Copy filled blocks out of the engine, those that the store lacks; a thread writes them."""
@@ -61,17 +76,28 @@ class Worker:
                 _log.error("blocks are not saved: %s", error)
 
     def load(self, plan: Plan) -> None:
-        """Read a plan's blocks and write them into the engine. Of a request, what follows a block that
-        cannot be used is given up with it."""
-        began = time.perf_counter()
+        """Begin to read a plan's blocks and write them into the engine, behind all that the device was
+        told to do until now. Of a request, what follows a block that cannot be used is given up."""
         for move in plan.loads:
-            self._load(self._root(plan.families[move.family]), move)
-        if plan.loads:
-            self._seconds += time.perf_counter() - began
+            root, before = self._root(plan.families[move.family]), self.pages.mark()
+            self._loading[move.request_id] = self._loader.submit(self._load, root, move, before)
 
     def take_done(self, step: int) -> Done:
         done, self.missed = Done(step, self.missed), []
         return done
+
+    def take_loaded(self, idle: bool) -> set[str]:
+        """Requests whose loads have ended since the last time, well or not. Where the engine is `idle`
+        this waits a little: vLLM asks again at once, and would take the interpreter from who loads."""
+        if idle and self._loading:
+            wait(self._loading.values(), IDLE_SECONDS, FIRST_COMPLETED)
+        ended = {request_id for request_id, load in self._loading.items() if load.done()}
+        for request_id in ended:
+            loaded = self._loading.pop(request_id).result()
+            self.failed |= loaded.failed
+            self.missed += loaded.missed
+            self._count(loaded.counts)
+        return ended
 
     def take_failed(self) -> set[int]:
         failed, self.failed = self.failed, set()
@@ -79,17 +105,18 @@ class Worker:
 
     def take_counts(self) -> dict[str, float]:
         """What was loaded and saved since the last time."""
-        counts = Counter[str](self.writer.take_counts())
-        counts.update(self._counts)
-        told: dict[str, float] = dict(counts)
-        if self._seconds:
-            told["load_seconds"] = self._seconds
-        self._counts, self._seconds = Counter(), 0.0
-        return told
+        self._count(self.writer.take_counts())
+        counts, self._counts = self._counts, defaultdict(float)
+        return dict(counts)
+
+    def _count(self, counts: Mapping[str, float]) -> None:
+        for what, number in counts.items():
+            self._counts[what] += number
 
     def close(self) -> None:
         """Write what waits, and close the store."""
         self.writer.close()
+        self._loader.shutdown()
         self._readers.shutdown()
         try:
             self.store.close()
@@ -121,23 +148,32 @@ class Worker:
             chain = move.chain.get(self.rank, ())
             self.writer.add(Batch(root, blocks, self.pages.layout, taken, size, chain))
 
-    def _load(self, root: Root, move: Move) -> None:
-        in_block, held = self.pages.pages_in_block, move.held
-        blocks = move.wanted(self.rank)
+    def _load(self, root: Root, move: Move, before: Any) -> Loaded:
+        began, loaded = time.perf_counter(), Loaded()
+        in_block, blocks = self.pages.pages_in_block, move.wanted(self.rank)
         for number, (block, read) in enumerate(self._reading(root, blocks)):
             own = move.pages[number * in_block : (number + 1) * in_block]
+            held = move.held if number == 0 else 0
             try:
                 rows = read.result()
-            except Miss as miss:
-                self._miss(miss, move.pages[max(held, number * in_block) :])
-                return
-            try:
-                self.pages.put(rows, own, held if number == 0 else 0)
-            finally:
-                self._buffers.put(rows)
-            self._counts["loaded"] += 1
-            self._counts["loaded_tokens"] += len(block.token_ids)
-            self._counts["loaded_bytes"] += self.pages.block_bytes
+                self.pages.put(rows, own, held, before)
+            except (
+                Miss,
+                OSError,
+                MemoryError,
+                RuntimeError,
+            ) as error:  # the last: torch, of a device
+                _log.warning("%s; it is computed instead", error)
+                loaded.failed.update(move.pages[number * in_block + held :])
+                loaded.missed.append(block.name)
+                loaded.counts["load_failures"] += 1
+                break
+            self._buffers.put(rows)
+            loaded.counts["loaded"] += 1
+            loaded.counts["loaded_tokens"] += len(block.token_ids)
+            loaded.counts["loaded_bytes"] += self.pages.block_bytes
+        loaded.counts["load_seconds"] += time.perf_counter() - began
+        return loaded
 
     def _reading(
         self, root: Root, blocks: Sequence[Wanted]
@@ -176,9 +212,3 @@ class Worker:
             return self._buffers.get_nowait()
         except Empty:
             return self.pages.buffer()
-
-    def _miss(self, miss: Miss, pages: Sequence[int]) -> None:
-        self.failed.update(pages)
-        self.missed.append(miss.name)
-        self._counts["load_failures"] += 1
-        _log.warning("%s; it is computed instead", miss)

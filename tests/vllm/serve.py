@@ -53,6 +53,8 @@ def main() -> None:
             extra = {"store": job["store"]} | extra
         connector = CONNECTOR | {"kv_connector_extra_config": extra} | job.get("connector", {})
         args["kv_transfer_config"] = KVTransferConfig(**connector)
+    if job.get("time_hooks") and job.get("store") is not None:
+        time_hooks()
     llm = LLM(model=job["model"], **args)
     steps = [run(llm, step) for step in job["steps"]]
     found = {"steps": steps, "modules": sorted({"numba", "llvmlite"} & set(sys.modules))}
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
-    before, began = counters(llm), time.perf_counter()
+    before, spent[0], began = counters(llm), 0.0, time.perf_counter()
     params = SamplingParams(
         temperature=0.0, max_tokens=step.get("max_tokens", 8), logprobs=1, ignore_eos=True
     )
@@ -75,7 +77,7 @@ def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
         outputs = abort(llm, prompts, params, step["abort_after"])
     else:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
+    seconds, hooks = time.perf_counter() - began, spent[0]
     if step.get("flush", True):
         llm.reset_prefix_cache()  # what comes next is not found in vLLM's own cache
     after = counters(llm)
@@ -91,6 +93,7 @@ def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
         "cached": [output.num_cached_tokens for output in outputs],
         "counted": {name: value - before.get(name, 0) for name, value in after.items()},
         "seconds": seconds,
+        "hooks": hooks,
     }
 
 
@@ -106,6 +109,42 @@ def abort(llm: LLM, prompts: list[Any], params: Any, steps: int) -> list[Any]:
         steps -= 1
         finished |= {output.request_id: output for output in engine.step() if output.finished}
     return [finished[key] for key in sorted(finished) if key != "0"]
+
+
+HOOKS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "build_connector_worker_meta",
+    "update_connector_output",
+    "request_finished",
+)
+spent = [0.0]
+"""Seconds in the connector's methods, where they are timed."""
+
+
+def time_hooks() -> None:
+    from kvsnap.engines.vllm import KVSnapConnector
+
+    def timed(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return call
+
+    for name in HOOKS:
+        setattr(KVSnapConnector, name, timed(getattr(KVSnapConnector, name)))
 
 
 def counters(llm: LLM) -> dict[str, float]:
