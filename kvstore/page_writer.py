@@ -122,4 +122,6 @@ class PageWriter:
             self._told.add(kind)
             hint = getattr(error, "hint", "")
             level = logging.WARNING if isinstance(error, StoreFull) else logging.ERROR
-            _log.log(level, "blocks are not stored: %s%s", error, f" ({hint})" if hint else "")
+            _log.log(
+                level, "kvsnap: blocks are not stored: %s%s", error, f" ({hint})" if hint else ""
+            )

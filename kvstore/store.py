@@ -231,7 +231,11 @@ class Store:
     def _block_size_in_use(self) -> int | None:
         """That of the blocks stored last, where kvsnap.json is lost or damaged: with another one
         nothing that is stored would ever be found again."""
-        sql = "SELECT length FROM blocks WHERE state = 0 AND lost IS NULL ORDER BY id DESC LIMIT 1"
+        sql = (
+            "SELECT b.length FROM blocks b JOIN roots r ON r.id = b.root WHERE b.state = 0"
+            " AND b.lost IS NULL AND r.identity NOT LIKE '%\"family\":\"vllm\"%'"
+            " AND r.identity NOT LIKE '%\"family\":\"sglang\"%' ORDER BY b.id DESC LIMIT 1"
+        )  # those of serving engines have the length that the engine asked for
         for (size,) in self.index.query(sql):
             if type(size) is int and 1 <= size <= 2**16:
                 return size

@@ -18,6 +18,7 @@ Nothing is saved before the scheduler knows that the step that filled it was rig
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -37,6 +38,7 @@ from kvsnap.engines.vllm_worker import Worker
 from kvsnap.formats.errors import UsageError
 from kvsnap.formats.identity import Shard
 
+_log = logging.getLogger("kvsnap")
 _workers: weakref.WeakValueDictionary[str, Worker] = weakref.WeakValueDictionary()
 """Of engines whose scheduler and only worker are in this process, by engine id."""
 
@@ -63,6 +65,9 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"block_size is {self._size} tokens, vLLM's blocks have {self._page}",
                 f"give a multiple of {self._page}",
             )
+        _log_as_vllm()
+        codec, blocks = self._options.codec, f"blocks of {self._size} tokens"
+        _log.info("kvsnap: store %s, %s, codec %s (%s)", self._store.path, blocks, codec, role.name)
         self._planner: Planner | None = None
         self._worker: Worker | None = None
         self._facts: Facts | None = None
@@ -195,6 +200,14 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVSnapPromMetrics:
         return KVSnapPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_as_vllm() -> None:
+    """What kvsnap says stands among vLLM's own lines, in their form."""
+    engine = logging.getLogger("vllm")
+    if not _log.handlers and engine.handlers:
+        _log.handlers, _log.propagate = list(engine.handlers), False
+        _log.setLevel(engine.level)
 
 
 def _rounded_up(tokens: int, page: int) -> int:

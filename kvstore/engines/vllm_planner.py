@@ -244,4 +244,4 @@ class Planner:
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            _log.warning("a request is computed without kvsnap: %s", reason)
+            _log.warning("kvsnap: a request is computed without the store: %s", reason)

@@ -57,4 +57,4 @@ class Ahead:
         except KvsnapError as error:
             problem = error.what
         if problem:
-            _log.warning("not all of a prompt came from the remote: %s", problem)
+            _log.warning("kvsnap: not all of a prompt came from the remote: %s", problem)

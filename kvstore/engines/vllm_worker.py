@@ -73,7 +73,7 @@ class Worker:
                 self._save(self._root(families[move.family]), move)
             except (KvsnapError, OSError, MemoryError) as error:
                 self.writer.drop(len(move.extras))
-                _log.error("blocks are not saved: %s", error)
+                _log.error("kvsnap: blocks are not saved: %s", error)
 
     def load(self, plan: Plan) -> None:
         """Begin to read a plan's blocks and write them into the engine, behind all that the device was
@@ -121,7 +121,7 @@ class Worker:
         try:
             self.store.close()
         except KvsnapError as error:
-            _log.error("the store's end: %s", error)
+            _log.error("kvsnap: the store's end: %s", error)
 
     def _root(self, family: Family) -> Root:
         identity = family[self.rank]
@@ -163,7 +163,7 @@ class Worker:
                 MemoryError,
                 RuntimeError,
             ) as error:  # the last: torch, of a device
-                _log.warning("%s; it is computed instead", error)
+                _log.warning("kvsnap: %s; it is computed instead", error)
                 loaded.failed.update(move.pages[number * in_block + held :])
                 loaded.missed.append(block.name)
                 loaded.counts["load_failures"] += 1
