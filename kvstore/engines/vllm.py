@@ -26,9 +26,11 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from kvsnap.engines.served_options import ServedOptions
-from kvsnap.engines.vllm_check import check_config, check_interface, specs_of
+from kvsnap.engines.served_replaced import watch
+from kvsnap.engines.vllm_check import REPLACING, check_config, check_interface, specs_of
 from kvsnap.engines.vllm_identity import Identities
 from kvsnap.engines.vllm_metrics import KVSnapPromMetrics, KVSnapStats
 from kvsnap.engines.vllm_pages import Pages
@@ -79,6 +81,7 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Of a worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        watch(VllmWorker, REPLACING)
         pages = Pages(kv_caches, self._kv_cache_config.num_blocks, self._size // self._page)
         layers = self._vllm_config.compilation_config.static_forward_context
         kinds = sorted({_backend(layers[name]) for name in kv_caches})

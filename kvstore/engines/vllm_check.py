@@ -35,6 +35,8 @@ INTERFACE = {
 """Methods of `KVConnectorBase_V1` that the connector has or is called by, and what they take."""
 REQUEST = ("all_token_ids", "cache_salt", "mm_features", "num_in_flight_tokens", "prompt_embeds")
 """What it reads of a request, besides older fields."""
+REPLACING = ("reload_weights", "reset_weights", "start_weight_update", "update_weights")
+"""Methods of vLLM's worker by which other weights come into a running model."""
 FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 """Specifications of caches that hold rows of every token."""
 _POLICY = "kv_load_failure_policy"

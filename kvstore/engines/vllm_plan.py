@@ -86,12 +86,14 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Done(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """That a step was executed. `missed`: names of blocks that could not be loaded; what the step
-    computed on top of them is not KV of anything."""
+    """That a step was executed. `missed`: names of blocks that could not be loaded. `replaced`: the
+    rank's weights are not those any more that it started with."""
 
     step: int
     missed: list[bytes] = field(default_factory=list)
+    replaced: bool = False
 
     def aggregate(self, other: Done) -> Done:
         """Of all ranks: the step that the slowest one executed, and what any of them missed."""
-        return Done(min(self.step, other.step), self.missed + other.missed)
+        replaced = self.replaced or other.replaced
+        return Done(min(self.step, other.step), self.missed + other.missed, replaced)

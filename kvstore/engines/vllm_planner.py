@@ -30,8 +30,8 @@ from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.store import Store
 
 BAD_SECONDS = 30.0
-"""How long a block is not offered that a worker could not load: it is set aside and stored again
-meanwhile, or, in a store that cannot be written, tried again later."""
+"""How long a block is not offered that a worker could not load and that the index still names: in a
+store that cannot be written it would be tried for each request."""
 _log = logging.getLogger("kvsnap")
 
 
@@ -68,6 +68,8 @@ class Planner:
         self._tracked: dict[str, Tracked] = {}
         self._finished: list[Tracked] = []
         self._bad: dict[bytes, float] = {}
+        self.stopped = False
+        """Whether the weights were replaced: what is computed now has no names."""
         self._loading: dict[str, set[bytes]] = {}
         """Names of the blocks that a request waits for."""
         self._step = 0
@@ -80,7 +82,7 @@ class Planner:
         """Tokens that are stored beyond the first `computed`, which vLLM has; None: ask again. At least
         one token is left to compute, because no logits are stored."""
         one = self._track(request)
-        if one is None:
+        if one is None or self.stopped:
             return 0
         most = (request.num_tokens - 1) // self.size
         one.chain.reach(most)
@@ -145,9 +147,13 @@ class Planner:
                 one.saved = min(one.saved, one.request.num_computed_tokens // self.size)
             while one.running and one.running[0][0] <= done.step:
                 one.settled = one.running.popleft()[1]
-        if done.missed:
-            until = time.monotonic() + BAD_SECONDS
-            self._bad |= dict.fromkeys(done.missed, until)
+        until = time.monotonic() + BAD_SECONDS
+        self._bad |= {name: until for name in done.missed if self.store.blocks.offers(name)}
+        if done.replaced and not self.stopped:
+            self.stopped = True
+            for one in self._tracked.values():
+                one.running.clear()
+                one.settled = 0
 
     def finish(self, request: Any, pages: Sequence[int]) -> None:
         """A request has ended; its pages are free for others once the next step begins."""
@@ -189,6 +195,8 @@ class Planner:
 
     def _due(self, one: Tracked, pages_of: Any) -> list[Move]:
         """What is settled and not saved."""
+        if self.stopped:
+            return []
         blocks = min(one.settled, one.request.num_tokens) // self.size
         pages = pages_of(one.request.request_id) if blocks > one.saved else ()
         if blocks <= one.saved or len(pages) * self.page < blocks * self.size:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from kvsnap.engines.served_replaced import weights_replaced
 from kvsnap.engines.vllm_pages import Pages
 from kvsnap.engines.vllm_plan import Done, Family, Move, Plan, Rank
 from kvsnap.formats.codecs import Codec
@@ -68,7 +69,7 @@ class Worker:
 
     def save(self, families: Sequence[Family], moves: Sequence[Move]) -> None:
         """Copy filled blocks out of the engine, those that the store lacks; a thread writes them."""
-        for move in moves:
+        for move in moves if not weights_replaced() else ():
             try:
                 self._save(self._root(families[move.family]), move)
             except (KvsnapError, OSError, MemoryError) as error:
@@ -83,7 +84,7 @@ class Worker:
             self._loading[move.request_id] = self._loader.submit(self._load, root, move, before)
 
     def take_done(self, step: int) -> Done:
-        done, self.missed = Done(step, self.missed), []
+        done, self.missed = Done(step, self.missed, weights_replaced()), []
         return done
 
     def take_loaded(self, idle: bool) -> set[str]:
@@ -150,6 +151,9 @@ class Worker:
 
     def _load(self, root: Root, move: Move, before: Any) -> Loaded:
         began, loaded = time.perf_counter(), Loaded()
+        if weights_replaced():
+            loaded.failed.update(move.pages[move.held :])
+            return loaded
         in_block, blocks = self.pages.pages_in_block, move.wanted(self.rank)
         for number, (block, read) in enumerate(self._reading(root, blocks)):
             own = move.pages[number * in_block : (number + 1) * in_block]
