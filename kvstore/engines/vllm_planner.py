@@ -87,7 +87,7 @@ class Planner:
         most = (request.num_tokens - 1) // self.size
         one.chain.reach(most)
         if self._ahead is not None and not self._ahead.is_here(
-            self._move(one, 0, most, ()), self._roots[one.family]
+            request.request_id, self._roots[one.family], lambda: self._move(one, 0, most, ())
         ):
             return None
         depth = min(self._depth(names[1 : most + 1]) for names in one.chain.names.values())

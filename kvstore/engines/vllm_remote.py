@@ -4,7 +4,7 @@ asks again meanwhile, and never waits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvsnap.engines.vllm_plan import Move, Rank
@@ -24,12 +24,14 @@ class Ahead:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvsnap-ahead")
         self._asked: dict[str, Future[None]] = {}
 
-    def is_here(self, prompt: Move, roots: Mapping[Rank, Root]) -> bool:
+    def is_here(
+        self, request_id: str, roots: Mapping[Rank, Root], prompt: Callable[[], Move]
+    ) -> bool:
         """Whether all that the remote has of a request's prompt is in the store, or will not come. The
         first call begins to bring it."""
-        asked = self._asked.get(prompt.request_id)
+        asked = self._asked.get(request_id)
         if asked is None:
-            asked = self._asked[prompt.request_id] = self._pool.submit(self._bring, prompt, roots)
+            asked = self._asked[request_id] = self._pool.submit(self._bring, prompt(), roots)
         return asked.done()
 
     def forget(self, request_id: str) -> None:

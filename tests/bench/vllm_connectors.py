@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 SERVE = HERE.parent / "vllm" / "serve.py"
 sys.path.insert(0, str(HERE.parent))
 
-from tiny_models import make  # noqa: E402
+from tiny_models import make
 
 
 def main() -> None:
