@@ -35,6 +35,7 @@ class Identities:
         place = Path(model) if model is not None else _folder(config)
         self.weights = weights_digest(place, file_digest)
         self._adapters: dict[tuple[str, str], str] = {}
+        self._known: dict[tuple[Adapter, ...], Family] = {}
 
     def plain(self) -> Family:
         return self._family(())
@@ -52,6 +53,11 @@ class Identities:
         return self._family((Adapter(kind="lora", digest=digest, scale=1.0),))
 
     def _family(self, adapters: tuple[Adapter, ...]) -> Family:
+        if adapters not in self._known:
+            self._known[adapters] = self._make(adapters)
+        return self._known[adapters]
+
+    def _make(self, adapters: tuple[Adapter, ...]) -> Family:
         model = self.config.model_config
         hf = model.hf_config.get_text_config()
         own = (*settings(hf), *_engine_settings(self.config))

@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvsnap.engines.vllm_chain import Chain, cannot_name
@@ -35,23 +35,24 @@ store that cannot be written it would be tried for each request."""
 _log = logging.getLogger("kvsnap")
 
 
-@dataclass
+@dataclass(eq=False)
 class Tracked:
-    """A request whose blocks have names."""
+    """A request whose blocks have names; what is counted here is blocks at its front."""
 
     request: Any
     family: int
     chain: Chain
     saved: int = 0
-    """Blocks at the front that are stored, or on their way."""
+    """Stored, or on their way."""
     settled: int = 0
-    """Tokens at the front whose KV is known to be in the engine, and right."""
-    running: deque[tuple[int, int]] = field(default_factory=deque)
-    """(step, tokens) of steps that are not known to be executed."""
+    """Known to be in the engine, and right."""
+    filling: int = 0
+    """Filled when all steps that were planned until now are executed."""
+    admitted: int = 0
+    """How often vLLM gave it pages, and took them: steps of an earlier time say nothing of these."""
     local: int = 0
     """Tokens that vLLM's own prefix cache had when it asked last."""
-    load: Move | None = None
-    pages: Sequence[int] = ()
+    pages: Sequence[int] | None = None
     """vLLM's blocks of a request that has finished, from before they were freed."""
 
 
@@ -67,6 +68,12 @@ class Planner:
         self._roots: list[Mapping[Rank, Root]] = []
         self._tracked: dict[str, Tracked] = {}
         self._finished: list[Tracked] = []
+        self._loads: list[Move] = []
+        self._steps = deque[tuple[int, list[tuple[Tracked, int, int]]]]()
+        """(step, what it fills: request, how often that was admitted, blocks) of steps that are not
+        known to be executed."""
+        self._ripe = dict[str, Tracked]()
+        """Requests of which something may be settled and not saved."""
         self._bad: dict[bytes, float] = {}
         self.stopped = False
         """Whether the weights were replaced: what is computed now has no names."""
@@ -105,36 +112,48 @@ class Planner:
         one = self._tracked.get(request.request_id)
         if one is None or request.num_computed_tokens:
             return
-        one.settled, one.load = 0, None
-        one.running.clear()
+        one.settled, one.filling, one.admitted = 0, 0, one.admitted + 1
         stop = (one.local + external) // self.size
         if external:
             held = one.local // self.page
-            one.load = self._move(one, one.local // self.size, stop, pages, held)
-            names = next(iter(one.load.names.values()))
-            self._loading[request.request_id] = set(names[1:])
+            load = self._move(one, one.local // self.size, stop, pages, held)
+            self._loads.append(load)
+            self._loading[request.request_id] = set(next(iter(load.names.values()))[1:])
         self._count(next(iter(one.chain.names.values()))[stop], external, request.num_tokens)
 
-    def plan(self, scheduled: Mapping[str, int], pages_of: Any) -> Plan:
+    def plan(self, scheduled: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> Plan:
         """For a step that computes so many tokens of each request."""
         self._step += 1
-        plan = Plan(self._step, not scheduled, self.families)
-        for one in self._tracked.values():
-            if one.load is not None:
-                plan.loads.append(one.load)
-                one.load = None
-            if one.request.request_id in scheduled:
-                tokens = one.request.num_computed_tokens + scheduled[one.request.request_id]
-                one.running.append((self._step, tokens))
-            plan.saves += self._due(one, pages_of)
-        plan.saves += self.last_saves()
-        return plan
+        filled = list[tuple[Tracked, int, int]]()
+        for (
+            request_id,
+            tokens,
+        ) in scheduled.items():  # of some hundred requests, each step: be quick
+            one = self._tracked.get(request_id)
+            if one is None:
+                continue
+            blocks = (one.request.num_computed_tokens + tokens) // self.size
+            if blocks > one.filling:
+                one.filling = blocks
+                filled.append((one, one.admitted, blocks))
+        if filled:
+            self._steps.append((self._step, filled))
+        saves = self.last_saves()
+        ripe, self._ripe = self._ripe, {}
+        saves += [move for key, one in ripe.items() for move in self._due(one, pages_of(key))]
+        loads, self._loads = self._loads, []
+        return Plan(self._step, not scheduled, self.families, saves, loads)
 
     def last_saves(self) -> list[Move]:
         """Of requests that have finished, what is settled by now. They are then forgotten: their pages
         are others' from the next step on."""
-        finished, self._finished = self._finished, []
-        return [move for one in finished for move in self._due(one, lambda _: one.pages)]  # noqa: B023
+        saves = list[Move]()
+        for one in self._finished:
+            self._ripe.pop(one.request.request_id, None)
+            saves += self._due(one, one.pages or ())
+            one.admitted += 1
+        self._finished.clear()
+        return saves
 
     def loaded(self, request_id: str) -> None:
         """All ranks have what a request waited for, or have said what is missing."""
@@ -142,25 +161,24 @@ class Planner:
 
     def settle(self, done: Done) -> None:
         """A step was executed."""
-        for one in [*self._tracked.values(), *self._finished]:
-            if done.missed:  # vLLM has set back by now who waited for it
-                one.saved = min(one.saved, one.request.num_computed_tokens // self.size)
-            while one.running and one.running[0][0] <= done.step:
-                one.settled = one.running.popleft()[1]
+        while self._steps and self._steps[0][0] <= done.step:
+            for one, admitted, blocks in self._steps.popleft()[1]:
+                if one.admitted == admitted:
+                    one.settled = blocks
+                    self._ripe[one.request.request_id] = one
+        for one in self._tracked.values() if done.missed else ():
+            # vLLM has set back by now whoever waited for it, and it is stored once more.
+            one.saved = min(one.saved, one.request.num_computed_tokens // self.size)
         until = time.monotonic() + BAD_SECONDS
         self._bad |= {name: until for name in done.missed if self.store.blocks.offers(name)}
-        if done.replaced and not self.stopped:
-            self.stopped = True
-            for one in self._tracked.values():
-                one.running.clear()
-                one.settled = 0
+        self.stopped = self.stopped or done.replaced
 
     def finish(self, request: Any, pages: Sequence[int]) -> None:
         """A request has ended; its pages are free for others once the next step begins."""
         one = self._tracked.pop(request.request_id, None)
         if self._ahead is not None:
             self._ahead.forget(request.request_id)
-        if one is not None and request.status.name != "FINISHED_ERROR":
+        if one is not None:
             one.pages = list(pages)
             self._finished.append(one)
 
@@ -193,14 +211,11 @@ class Planner:
             self._roots.append(roots)
         return self.families.index(family)
 
-    def _due(self, one: Tracked, pages_of: Any) -> list[Move]:
+    def _due(self, one: Tracked, pages: Sequence[int]) -> list[Move]:
         """What is settled and not saved."""
-        if self.stopped:
-            return []
-        blocks = min(one.settled, one.request.num_tokens) // self.size
-        pages = pages_of(one.request.request_id) if blocks > one.saved else ()
-        if blocks <= one.saved or len(pages) * self.page < blocks * self.size:
-            return []  # the latter: preempted
+        blocks = min(one.settled, one.request.num_tokens // self.size)
+        if self.stopped or blocks <= one.saved or len(pages) * self.page < blocks * self.size:
+            return []  # the last: preempted
         one.chain.reach(blocks)
         move = self._move(one, one.saved, blocks, pages)
         one.saved = blocks
