@@ -33,9 +33,11 @@ class Apart:
             f"{engine} root {root_id[:12]}"
             for engine, root_id in zip(self.engines, self.root_ids, strict=True)
         )
-        some = ", ".join(self.fields[:_MOST_FIELDS]) or "the tenant"
         more = len(self.fields) - _MOST_FIELDS
-        told = some + (f" and {more} more" if more > 0 else "")
+        told = ", ".join(self.fields[:_MOST_FIELDS]) or "the tenant"
+        told += f" and {more} more" if more > 0 else ""
+        if self.engines[0] != self.engines[1]:
+            told = "one engine's rows are not another's"
         return f"{self.blocks} blocks of {self.architecture} ({ours}) do not serve {others}: {told}"
 
 
