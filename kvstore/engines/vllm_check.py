@@ -88,6 +88,8 @@ def _refused(config: Any, caches: Any) -> Iterator[str]:
         yield "speculative decoding"
     if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         yield "context parallelism"
+    if parallel.nnodes > 1:
+        yield "more than one node: the scheduler does not see what the stores of the others have"
     if getattr(config.cache_config, "calculate_kv_scales", False):
         yield "KV scales that are computed while serving (calculate_kv_scales)"
     if config.load_config.load_format == "dummy":

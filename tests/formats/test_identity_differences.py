@@ -44,6 +44,13 @@ def test_the_most_telling_field_comes_first(identity: Identity) -> None:
         changes.pop(next(iter(changes)))
 
 
+def test_of_settings_only_those_that_differ_are_named(identity: Identity) -> None:
+    one = replace(identity, overrides=(("dtype", '"f16"'), ("isa", '"vec"')))
+    other = replace(identity, overrides=(("dtype", '"bf16"'), ("isa", '"vec"')))
+    found = differences(one.canonical(), other.canonical())
+    assert found == [("overrides.dtype", '"\\"f16\\""', '"\\"bf16\\""')]
+
+
 def test_all_changed_fields_are_listed_once(identity: Identity) -> None:
     other = replace(identity, shard=Shard(tensor_rank=1, tensor_size=2), family="x")
     named = [field for field, _, _ in differences(identity.canonical(), other.canonical())]
