@@ -33,6 +33,11 @@ def adapter_digest(place: Path, file_digest: Callable[[Path], str]) -> str:
     return _joined(file_digest(path) for path in files)
 
 
+def code_digest(place: Path, file_digest: Callable[[Path], str]) -> str:
+    """Of the Python files that came with a model, where the engine runs them."""
+    return _joined(file_digest(path) for path in sorted(place.glob("*.py")))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Files of weights in a folder, sorted by name."""
     try:

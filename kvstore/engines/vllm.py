@@ -138,7 +138,12 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Facts]) -> None:
         identities = Identities(
-            self._vllm_config, metadata, self._size, self._store.file_digest, self._options.model
+            self._vllm_config,
+            metadata,
+            self._size,
+            self._store.file_digest,
+            vllm.__version__,
+            self._options.model,
         )
         self._planner = Planner(self._store, identities, self._tenant, self._size, self._page)
 

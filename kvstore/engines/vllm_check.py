@@ -10,6 +10,8 @@ from kvsnap.formats.errors import Unsupported, UsageError
 
 VERSIONS = ("0.32",)
 """Releases whose interface this is."""
+_PAGES = {"0.32": "1"}
+"""Release → which order of bytes inside a page it has. A new one is added here when it was compared."""
 INTERFACE = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "bind_kv_cache_manager": ("kv_cache_manager",),
@@ -54,6 +56,12 @@ def differences(base: type, request: type) -> Iterator[str]:
             yield f"{base.__name__}.{name} takes ({', '.join(found)}), not ({', '.join(known)})"
     fields = {*request.__init__.__code__.co_names, *vars(request)}  # type: ignore[misc]
     yield from (f"{request.__name__} has no {name}" for name in REQUEST if name not in fields)
+
+
+def pages_of(version: str) -> str:
+    """What a release's pages are: nothing else would tell that one orders them otherwise, with the
+    same backend, shapes and strides (as 0.26 did). Pages of one that is not known are its own."""
+    return _PAGES.get(".".join(version.split(".")[:2]), version)
 
 
 def check_interface(version: str, base: type, request: type) -> None:

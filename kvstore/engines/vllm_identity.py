@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsnap.engines.served_weights import adapter_digest, weights_digest
+from kvsnap.engines.served_weights import adapter_digest, code_digest, weights_digest
 from kvsnap.engines.transformers_config import rope, settings
+from kvsnap.engines.vllm_check import pages_of
 from kvsnap.engines.vllm_plan import Facts, Family, Rank
 from kvsnap.formats.errors import NotFound, Unsupported
 from kvsnap.formats.identity import Adapter, Identity, Rope
@@ -26,14 +27,17 @@ class Identities:
         facts: Mapping[Rank, Facts],
         block_size: int,
         file_digest: Callable[[Path], str],
+        version: str,
         model: str | None = None,
     ) -> None:
-        """`config`: the VllmConfig. `model`: where its weights are, if not where vLLM says. Raises as
-        `weights_digest` does."""
+        """`config`: the VllmConfig; `version`: of vLLM. `model`: where its weights are, if not where
+        vLLM says. Raises as `weights_digest` does."""
         self.config, self.facts, self.block_size = config, facts, block_size
-        self.file_digest = file_digest
+        self.file_digest, self.version = file_digest, version
         place = Path(model) if model is not None else _folder(config)
         self.weights = weights_digest(place, file_digest)
+        remote_code = config.model_config.trust_remote_code and place.is_dir()
+        self.code = code_digest(place, file_digest) if remote_code else None
         self._adapters: dict[tuple[str, str], str] = {}
         self._known: dict[tuple[Adapter, ...], Family] = {}
 
@@ -60,7 +64,9 @@ class Identities:
     def _make(self, adapters: tuple[Adapter, ...]) -> Family:
         model = self.config.model_config
         hf = model.hf_config.get_text_config()
-        own = (*settings(hf), *_engine_settings(self.config))
+        told = _engine_settings(self.config)
+        told |= {"code": self.code, "pages": pages_of(self.version)}
+        own = *settings(hf), *((f"vllm.{name}", json.dumps(value)) for name, value in told.items())
         identities = {
             rank: Identity(
                 family=FAMILY,
@@ -78,15 +84,16 @@ class Identities:
         return {rank: identity.canonical() for rank, identity in identities.items()}
 
 
-def _engine_settings(config: Any) -> tuple[tuple[str, str], ...]:
+def _engine_settings(config: Any) -> dict[str, Any]:
     """What the engine makes of weights and rows, beyond what the caches themselves tell."""
     told: dict[str, Any] = {}
     model = config.model_config
     told["dtype"] = str(model.dtype).removeprefix("torch.")
     told["quantization"] = model.quantization
     told["cache_dtype"] = str(config.cache_config.cache_dtype)
-    told["multimodal"] = model.hf_config.model_type if model.is_multimodal_model else None
-    return tuple((f"vllm.{name}", json.dumps(value)) for name, value in told.items())
+    if model.is_multimodal_model:  # how media become rows
+        told["media"] = settings(model.hf_config)
+    return told
 
 
 def _rope(hf: Any, context: int) -> Rope | None:
