@@ -105,7 +105,7 @@ class PageWriter:
             self._count("dropped", len(batch.wanted) - done)
         except (KvsnapError, OSError, MemoryError) as error:
             self._count("dropped", len(batch.wanted) - done)
-            self._tell(error)
+            self.tell(error)
         finally:
             with self._lock:
                 self._bytes -= batch.size
@@ -115,8 +115,8 @@ class PageWriter:
         with self._lock:
             self._counts[what] += number
 
-    def _tell(self, error: Exception) -> None:
-        """Once a kind: a store that is full stays so for thousands of blocks."""
+    def tell(self, error: Exception) -> None:
+        """Log why blocks are not stored, once a kind: a store that is full stays so for thousands."""
         kind = type(error).__name__
         if kind not in self._told:
             self._told.add(kind)

@@ -39,6 +39,7 @@ from kvsnap.engines.vllm_planner import Planner
 from kvsnap.engines.vllm_worker import Worker
 from kvsnap.formats.errors import UsageError
 from kvsnap.formats.identity import Shard
+from kvsnap.formats.tenant import tenant_id
 
 _log = logging.getLogger("kvsnap")
 _workers: weakref.WeakValueDictionary[str, Worker] = weakref.WeakValueDictionary()
@@ -60,6 +61,7 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._store = self._options.open_store()
         self._tenant = self._options.tenant()
         self._store.keys.add(self._tenant)
+        self._store.check_tenant(tenant_id(self._tenant))
         self._page = specs_of(kv_cache_config.kv_cache_groups[0])[0].block_size
         self._size = self._options.block_size or _rounded_up(self._store.block_size, self._page)
         if self._size % self._page:

@@ -74,7 +74,7 @@ class Worker:
                 self._save(self._root(families[move.family]), move)
             except (KvsnapError, OSError, MemoryError) as error:
                 self.writer.drop(len(move.extras))
-                _log.error("kvsnap: blocks are not saved: %s", error)
+                self.writer.tell(error)
 
     def load(self, plan: Plan) -> None:
         """Begin to read a plan's blocks and write them into the engine, behind all that the device was
