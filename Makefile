@@ -1,10 +1,12 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` lint, types and tests.
 # `make test-oldest`: the tests of the transformers engine on the oldest release that is supported.
+# `make test-vllm`: those of the vLLM connector with the real engine, in an environment of its own.
+# `make test-sglang`: those of the SGLang storage with the real engine, in an environment of its own.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := kvstore cli formats tests samples docs
 
-.PHONY: demo test test-oldest lint types docs bench dist clean
+.PHONY: demo test test-oldest test-vllm test-sglang lint types docs bench dist clean
 
 demo: .venv/ready
 	$(BIN)/kvsnap demo
@@ -14,6 +16,15 @@ test: lint types
 
 test-oldest: .venv/oldest
 	PYTHONPATH=.venv/oldest $(BIN)/pytest tests/engines/test_transformers*.py
+
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/pytest tests/vllm
+
+# Compiled kernels and device copies are replaced: tests/sglang/shim says by what. The engine's own
+# imports warn.
+test-sglang: .venv-sglang/ready
+	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests/sglang/shim \
+	  .venv-sglang/bin/pytest -W default tests/sglang
 
 lint: .venv/ready
 	$(BIN)/ruff check $(SOURCES)
@@ -55,6 +66,20 @@ clean:
 .venv/oldest: | .venv/ready
 	$(BIN)/pip install --quiet --no-deps --target $@ transformers==5.0.0 huggingface_hub==1.33.0 \
 	  tokenizers==0.22.2 typer-slim==0.24.0 httpx==0.28.1 httpcore==1.0.9
+
+# About 2 GB. --no-deps: the list is complete, see there.
+.venv-vllm/ready: tests/vllm/requirements.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --no-deps -r tests/vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# About 3 GB. --no-deps: the list is complete, and SGLang's own one asks for CUDA.
+.venv-sglang/ready: tests/sglang/requirements.txt
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --no-deps -r tests/sglang/requirements.txt
+	.venv-sglang/bin/pip install --quiet --no-deps -e .
+	touch $@
 
 # The editable install is an import hook, which mypy and editors do not run: links stand in.
 .typecheck:

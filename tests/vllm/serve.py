@@ -2,8 +2,10 @@
 
     python serve.py JOB.json > RESULT.json
 
-JOB: {"model": PATH, "store": PATH, "extra": {...}, "args": {...of LLM}, "steps": [STEP, ...]}.
-STEP: {"prompts": [[token id, ...], ...], "max_tokens": N, "salt": TEXT, "abort_after": N}.
+JOB: {"model": PATH, "store": PATH, "extra": {...}, "args": {...of LLM}, "steps": [STEP, ...]}, or a list
+of them: one engine after the other. In place of what it did stands why it did not start, where it did not.
+STEP: {"prompts": [[token id, ...], ...], "max_tokens": N, "salt": TEXT, "abort_after": N, "lora": PATH,
+"damage": [HOW, number of the block], "stored": wait for so many block files}.
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ os.environ |= {
 }
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+
+from tests.vllm.files import block_files, damage, wait_for_blocks
 
 CONNECTOR = {
     "kv_connector": "KVSnapConnector",
@@ -46,6 +53,11 @@ DEFAULTS: dict[str, Any] = {
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    found = [serve(one) for one in job] if isinstance(job, list) else serve(job)
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
     args = DEFAULTS | job.get("args", {})
     if job.get("store") is not None or "connector" in job:
         extra = job.get("extra", {})
@@ -55,14 +67,21 @@ def main() -> None:
         args["kv_transfer_config"] = KVTransferConfig(**connector)
     if job.get("time_hooks") and job.get("store") is not None:
         time_hooks()
-    llm = LLM(model=job["model"], **args)
-    steps = [run(llm, step) for step in job["steps"]]
-    found = {"steps": steps, "modules": sorted({"numba", "llvmlite"} & set(sys.modules))}
+    try:
+        llm = LLM(model=job["model"], **args)
+    except Exception as error:
+        if not job.get("may_refuse"):
+            raise
+        return {"refused": f"{type(error).__name__}: {error}"}
+    steps = [run(llm, step, job) for step in job["steps"]]
     llm.llm_engine.engine_core.shutdown()
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    return {"steps": steps, "modules": sorted({"numba", "llvmlite"} & set(sys.modules))}
 
 
-def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
+def run(llm: LLM, step: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    if "damage" in step:
+        how, number = step["damage"]
+        damage(block_files(Path(job["store"]))[number], how)
     before, spent[0], began = counters(llm), 0.0, time.perf_counter()
     params = SamplingParams(
         temperature=0.0, max_tokens=step.get("max_tokens", 8), logprobs=1, ignore_eos=True
@@ -76,10 +95,13 @@ def run(llm: LLM, step: dict[str, Any]) -> dict[str, Any]:
     if "abort_after" in step:
         outputs = abort(llm, prompts, params, step["abort_after"])
     else:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        lora = LoRARequest("adapter", 1, step["lora"]) if "lora" in step else None
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
     seconds, hooks = time.perf_counter() - began, spent[0]
     if step.get("flush", True):
         llm.reset_prefix_cache()  # what comes next is not found in vLLM's own cache
+    if "stored" in step:
+        wait_for_blocks(Path(job["store"]), step["stored"])
     after = counters(llm)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
