@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,3 +120,26 @@ def test_what_a_serving_engine_stored_does_not_give_a_lost_kvsnap_json_its_block
     store.close()
     (store_path / "kvsnap.json").unlink()
     assert opened().block_size != SIZE
+
+
+def test_the_stores_side_of_a_serving_engine_loads_neither_torch_nor_an_engine(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from kvsnap.formats.codecs import get_codec
+from kvsnap.kvstore.page_writer import Batch, PageWriter
+from kvsnap.kvstore.store import Store
+from tests.kvstore.test_pages import LAYOUT, chain, read, root, rows
+
+store = Store({str(tmp_path / "store")!r})
+writer = PageWriter(store, get_codec("raw"), 10**6)
+blocks = chain(root(), [b"", b""])
+writer.add(Batch(root(), blocks, LAYOUT, lambda: [rows(0), rows(1)], 3840))
+writer.flush()
+assert (read(store, root(), blocks[1])["g0.kv"] == rows(1)["g0.kv"]).all()
+print(sorted({{"torch", "vllm", "sglang", "transformers", "numba"}} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
