@@ -6,11 +6,12 @@ import dataclasses
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvsnap.formats.codecs import Codec, get_codec
-from kvsnap.formats.errors import UsageError
+from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.budget import parse_size
 from kvsnap.kvstore.store import Store
@@ -80,8 +81,9 @@ class ServedOptions:
         return find_tenant(path, "tenant_key_file")
 
     def open_store(self) -> Store:
-        """What was asked for; the caller closes it."""
-        return Store(
+        """What was asked for; the caller closes it. Raises `Unsupported` where it could not be written
+        for want of a package: not when the first block comes."""
+        store = Store(
             self.store,
             capacity=self.capacity,
             min_free=self.min_free,
@@ -90,6 +92,13 @@ class ServedOptions:
             trust=self.trust,
             encrypt=self.encrypt,
         )
+        if (store.encrypt or store.trust is not None) and find_spec("cryptography") is None:
+            store.close()
+            raise Unsupported(
+                "sealed and signed files need the package cryptography",
+                "pip install 'kvsnap[remote]'",
+            )
+        return store
 
 
 _SIZES = ("capacity", "min_free", "write_buffer")

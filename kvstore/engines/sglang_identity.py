@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsnap.engines.served_weights import weights_digest
 from kvsnap.engines.sglang_chain import WORDS
+from kvsnap.engines.sglang_files import check_still_loaded
 from kvsnap.engines.sglang_start import check_arguments
 from kvsnap.engines.transformers_config import rope, settings
 from kvsnap.formats.errors import NotFound, Unsupported
@@ -19,6 +20,9 @@ from kvsnap.formats.layout import Group, Layout, Plane
 FAMILY = "sglang"
 PLANE = "page.kv"
 """All of a page, as `get_data_page` of the host pool gives it."""
+PAGES = "1"
+"""Which order of bytes inside a page the known releases have: another number for one that has another,
+with the same layout and shape."""
 _ARGUMENTS = (
     "model_impl",
     "model_loader_extra_config",
@@ -57,8 +61,10 @@ def served_model(given: str | None) -> Model:
     text = config.hf_text_config
     told = {name: getattr(arguments, name) for name in _ARGUMENTS}
     told |= {"dtype": config.dtype, "quantization": config.quantization}
+    folder = _folder(given or arguments.model_path, arguments)
+    check_still_loaded(folder, starting=arguments.hicache_storage_backend is not None)
     return Model(
-        folder=_folder(given or arguments.model_path, arguments),
+        folder=folder,
         architecture=str(text.model_type),
         rope=rope(text),
         settings=(*settings(text), *_named({k: v for k, v in told.items() if v})),
@@ -81,22 +87,15 @@ def page_layout(pool: Any) -> Layout:
 def identity_of(
     pool: Any, config: Any, model: Model, file_digest: Callable[[Path], str]
 ) -> Identity:
-    """Of one rank's host pages. `config`: SGLang's `HiCacheStorageConfig`.
-
-    All ranks of tensor parallelism hold the same latent rows (MLA), and one of them stores for all.
-    """
-    shape = {
-        "head_dim": getattr(pool, "head_dim", None),
-        "heads": getattr(pool, "head_num", None),
-        "latent_dim": getattr(pool, "kv_cache_dim", None),
-        "v_head_dim": getattr(pool, "v_head_dim", None),
-    }
+    """Of one rank's host pages. `config`: SGLang's `HiCacheStorageConfig`."""
     told = {
+        "code": {path.name: file_digest(path) for path in _beside(model.folder)},
         "layout": pool.layout,
         "layers": [pool.start_layer, pool.end_layer, pool.layer_num],
         "page_size": pool.page_size,
+        "pages": PAGES,
         "pool": type(pool).__name__,
-        "shape": {name: size for name, size in shape.items() if size is not None},
+        "shape": [pool.head_num, pool.head_dim, pool.v_head_dim],
     }
     return Identity(
         family=FAMILY,
@@ -106,8 +105,8 @@ def identity_of(
         rope=model.rope,
         block_size=WORDS,
         shard=Shard(
-            tensor_rank=0 if config.is_mla_model else config.tp_rank,
-            tensor_size=1 if config.is_mla_model else config.tp_size,
+            tensor_rank=config.tp_rank,
+            tensor_size=config.tp_size,
             pipeline_rank=config.pp_rank,
             pipeline_size=config.pp_size,
             context_rank=config.attn_cp_rank,
@@ -115,6 +114,13 @@ def identity_of(
         ),
         overrides=tuple(sorted((*model.settings, *_named(told)))),
     )
+
+
+def _beside(folder: Path) -> list[Path]:
+    """Files besides weights and configuration that may decide what is computed from them."""
+    if not folder.is_dir():
+        return []
+    return sorted([*folder.glob("*.py"), *folder.glob("hf_quant_config.json")])
 
 
 def _named(told: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -41,14 +41,14 @@ CONFIG = frozenset(
         "pp_size",
         "attn_cp_rank",
         "attn_cp_size",
-        "is_mla_model",
         "dcp_size",
         "extra_config",
     }
 )
 """What of `HiCacheStorageConfig` kvsnap reads."""
-POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
-"""Host pools whose pages are all that a token's KV is. Others have scales, windows or states beside."""
+POOLS = ("MHATokenToKVPoolHost",)
+"""Host pools whose pages are all that a token's KV is. Others have latent rows in several forms, scales,
+windows or states, and were not tried."""
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 OWN_KEYS = (
     "backend_name",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvsnap.engines import served_options
 from kvsnap.engines.served_options import ServedOptions
 from kvsnap.formats.errors import KvsnapError, UsageError
 from kvsnap.kvstore.tenant_key import FILE_VARIABLE, VARIABLE
@@ -131,6 +132,16 @@ def test_a_key_file_that_is_not_there_is_refused_by_the_options_name(tmp_path: P
         options.tenant()
     with pytest.raises(UsageError, match="tenant_key_file takes the name of a file"):
         ServedOptions.from_mapping({"tenant_key_file": KEY}).tenant()
+
+
+@pytest.mark.parametrize("told", [{"encrypt": True}, {"trust": ["ab" * 32]}])
+def test_what_could_not_be_sealed_or_signed_is_refused_before_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(served_options, "find_spec", lambda name: None)
+    options = ServedOptions.from_mapping({"store": str(tmp_path / "store"), **told})
+    with pytest.raises(KvsnapError, match="need the package cryptography"):
+        options.open_store()
 
 
 def test_it_needs_no_engine() -> None:
