@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **more}
 
 
-def begin(folder: Path, job: Any, **more: str) -> subprocess.Popen[str]:
-    """Start a process that does a job, or several one after another."""
+def begin(
+    folder: Path, job: Any, *, before: Sequence[str] = (), **more: str
+) -> subprocess.Popen[str]:
+    """Start a process that does a job, or several one after another. `before`: a command that runs it."""
     number = len(list(folder.glob("*.json")))
     path = folder / f"{number}.json"
     path.write_text(json.dumps(job))
-    command = [sys.executable, "-W", "ignore", str(SERVE), str(path)]
+    command = [*before, sys.executable, "-W", "ignore", str(SERVE), str(path)]
     log = (folder / f"{number}.log").open("w")
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(**more)
@@ -86,8 +89,8 @@ def end(process: subprocess.Popen[str]) -> list[Engine]:
     return [Engine(one) for one in (found if isinstance(found, list) else [found])]
 
 
-def serve(folder: Path, job: Any, **more: str) -> list[Engine]:
-    return end(begin(folder, job, **more))
+def serve(folder: Path, job: Any, *, before: Sequence[str] = (), **more: str) -> list[Engine]:
+    return end(begin(folder, job, before=before, **more))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

@@ -4,8 +4,11 @@
 
 JOB: {"model": PATH, "store": PATH, "extra": {...}, "args": {...of LLM}, "steps": [STEP, ...]}, or a list
 of them: one engine after the other. In place of what it did stands why it did not start, where it did not.
+Also "connector": {...of KVTransferConfig}, "may_refuse": whether it may not start, "time_hooks": whether the
+time in the connector's methods is measured.
 STEP: {"prompts": [[token id, ...], ...], "max_tokens": N, "salt": TEXT, "abort_after": N, "lora": PATH,
-"damage": [HOW, number of the block], "stored": wait for so many block files}.
+"damage": [HOW, number of the block], "stored": wait for so many block files, "flush": whether vLLM's own
+cache is emptied afterwards (it is)}.
 """
 
 from __future__ import annotations
@@ -142,6 +145,7 @@ HOOKS = (
     "wait_for_layer_load",
     "save_kv_layer",
     "wait_for_save",
+    "get_finished",
     "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
     "build_connector_worker_meta",

@@ -125,6 +125,28 @@ def test_a_block_that_one_rank_could_not_load_is_computed_and_stored_again(
     engine.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_lacks_is_not_offered(config: Any, tmp_path: Path, rank: int) -> None:
+    engine = Lockstep(config, tmp_path)
+    stored = Stored(tmp_path, engine.right, SALTS)
+    prompt = [0, 1, 2, 2, 1, 0, 1, 1, 2, 0, 0, 2, 1, 0, 2, 1, 1]
+    engine.add(prompt, 1)
+    engine.finish()
+    engine.forget_prefixes()
+    third = next(p for p in stored.files() if stored.is_block(p, start=2 * PAGE, rank=rank))
+    stored.check()
+    stored.damage(third)
+    engine.workers[rank].store.blocks.set_aside(bytes.fromhex(third.stem), "it is damaged")
+    assert not third.exists()
+    again = engine.add(prompt, 3)
+    engine.finish()
+    assert len(engine.loads[again].token_ids) == 2 * PAGE
+    assert [worker.take_counts()["loaded"] for worker in engine.workers] == [2, 2]
+    assert third.exists(), "it was not stored again"
+    stored.check()
+    engine.close()
+
+
 def test_requests_of_one_step_that_share_what_is_loaded_are_right(
     config: Any, tmp_path: Path
 ) -> None:

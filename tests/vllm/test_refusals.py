@@ -103,6 +103,13 @@ def test_the_interface_is_the_known_one() -> None:
     assert not list(differences(KVConnectorBase_V1, Request))
 
 
+def test_doctor_says_that_it_fits(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "kvsnap"]
+    command += ["--store", str(tmp_path), "doctor", "--engine", "vllm"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "the connector interface is the known one" in " ".join(ran.stdout.split()), ran.stderr
+
+
 def test_another_interface_is_named() -> None:
     class Renamed(KVConnectorBase_V1):
         start_load_kv = None  # type: ignore[assignment]
