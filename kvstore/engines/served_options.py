@@ -18,6 +18,7 @@ from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.tenant_key import find_tenant
 
 Size = str | int | None
+_WRITE_BUFFER = "1GB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,11 @@ class ServedOptions:
     trust: tuple[str, ...] = ()
     model: str | None = None
     """The model's folder or file, whose weights are digested; None: where the engine says it is."""
+    trust_media_names: bool = False
+    """That media of equal names are equal, where an engine names them and clients cannot."""
     block_size: int | None = None
     """Tokens of a stored block, where the engine leaves the choice."""
-    write_buffer: Size = "1GB"
+    write_buffer: Size = _WRITE_BUFFER
     """How much that is to be written may wait in memory."""
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class ServedOptions:
         return get_codec(self.codec)
 
     def buffer_bytes(self) -> int:
-        return parse_size(self.write_buffer if self.write_buffer is not None else "1GB")
+        return parse_size(_WRITE_BUFFER if self.write_buffer is None else self.write_buffer)
 
     def tenant(self) -> Tenant | None:
         """Whose blocks; see `find_tenant` for where the key comes from where no file is given."""
@@ -102,7 +105,7 @@ class ServedOptions:
 
 
 _SIZES = ("capacity", "min_free", "write_buffer")
-_FLAGS = ("write_behind", "encrypt")
+_FLAGS = ("write_behind", "encrypt", "trust_media_names")
 
 
 def _check(name: str, value: object) -> None:

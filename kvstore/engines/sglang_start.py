@@ -50,6 +50,8 @@ POOLS = ("MHATokenToKVPoolHost",)
 """Host pools whose pages are all that a token's KV is. Others have latent rows in several forms, scales,
 windows or states, and were not tried."""
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LOADED_FROM_FILES = ("auto", "safetensors", "pt", "npcache", "gguf", "mistral", "layered")
+"""Values of `--load-format` with which the files in the model's folder are all of the weights."""
 OWN_KEYS = (
     "backend_name",
     "module_path",
@@ -62,7 +64,7 @@ OWN_KEYS = (
     "hicache_storage_pass_prefix_keys",
 )
 """Words in the extra configuration that are SGLang's."""
-OTHERS_KEYS = ("block_size", "write_buffer")
+OTHERS_KEYS = ("block_size", "trust_media_names", "write_buffer")
 """Of kvsnap's, but of other engines."""
 
 
@@ -128,18 +130,25 @@ def check_pool(pool: Any) -> None:
             f"give --hicache-mem-layout {' or '.join(LAYOUTS)}",
         )
     if getattr(pool, "kv_buffer", None) is None:
-        raise Unsupported(f"host pool {kind} has no memory of its own", "")
+        raise Unsupported(
+            f"host pool {kind} has no memory of its own", "kvsnap needs its pages in host memory"
+        )
     if str(pool.device) != "cpu":
         raise Unsupported(f"the host pool is on {pool.device}", "kvsnap needs it in host memory")
     if pool.storage_format_tag is not None:
-        raise Unsupported(f"host pages have a format of their own, {pool.storage_format_tag!r}", "")
+        raise Unsupported(
+            f"host pages have a format of their own, {pool.storage_format_tag!r}",
+            "models that need it are not served",
+        )
     if pool.layer_num != pool.target_layer_num:
         raise Unsupported(
             "the host pool has layers of a draft model beside the model's own",
             "kvsnap does not serve speculative decoding with packed draft layers",
         )
     if pool.dcp_size != 1:
-        raise Unsupported("decode context parallelism is not known to kvsnap", "")
+        raise Unsupported(
+            "decode context parallelism is not known to kvsnap", "start SGLang without it"
+        )
 
 
 def check_other_pools(names: Iterable[str]) -> None:
@@ -157,6 +166,11 @@ def check_arguments(arguments: Any) -> None:
     refused = {
         "LoRA": arguments.enable_lora or arguments.lora_paths,
         "speculative decoding": arguments.speculative_algorithm,
+        "a diffusion language model": arguments.dllm_algorithm,
+        "hooks in its forward pass": arguments.forward_hooks,
+        "experts of KTransformers": arguments.kt_weight_path,
+        "a checkpoint of ModelOpt": arguments.modelopt_checkpoint_restore_path,
+        "weights that another process holds": arguments.weight_cache_mode == "client",
         "a custom weight loader": arguments.custom_weight_loader,
         "weights from a checkpoint engine": arguments.checkpoint_engine_wait_weights_before_ready,
     }
@@ -168,7 +182,3 @@ def check_arguments(arguments: Any) -> None:
             f"weights are loaded as {arguments.load_format!r}: nothing tells which they are",
             f"give --load-format {' or '.join(LOADED_FROM_FILES)}",
         )
-
-
-LOADED_FROM_FILES = ("auto", "safetensors", "pt", "npcache", "gguf", "mistral", "layered")
-"""Values of `--load-format` with which the files in the model's folder are all of the weights."""

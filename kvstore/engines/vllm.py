@@ -147,7 +147,14 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
             vllm.__version__,
             self._options.model,
         )
-        self._planner = Planner(self._store, identities, self._tenant, self._size, self._page)
+        self._planner = Planner(
+            self._store,
+            identities,
+            self._tenant,
+            self._size,
+            self._page,
+            trust_media_names=self._options.trust_media_names,
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -14,8 +14,7 @@ from kvsnap.formats.identity import Root
 from kvsnap.formats.names import ZERO_PARENT, TokenIds, block_name, token_array
 
 _DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
-"""How vLLM names media by default (VLLM_MM_HASHER_ALGORITHM). Whoever gives names of their own says
-that equal names are equal media; the store would have to believe that of everybody for ever."""
+"""How vLLM names media by default (VLLM_MM_HASHER_ALGORITHM)."""
 
 
 class Chain:
@@ -58,14 +57,23 @@ class Chain:
         return extras
 
 
-def cannot_name(request: Any) -> str:
-    """Why a request's blocks have no names of which it is sure what they stand for; empty: they have."""
+def cannot_name(request: Any, *, trust_media_names: bool = False) -> str:
+    """Why a request's blocks have no names of which it is sure what they stand for; empty: they have.
+
+    `trust_media_names`: that media of equal names are equal. A client may choose them (`uuid` of a part
+    of a message, an ImageID in EXIF data, which vLLM takes for the content's digest), and a store would
+    believe it for ever, of everybody."""
     if request.prompt_embeds is not None:
         return "prompt embeddings have no token ids"
     if request.resumable:
         return "a streaming request's tokens may change"
     if request.pooling_params is not None:
         return "pooling requests are not handled"
+    if request.mm_features and not trust_media_names:
+        return (
+            "its media have names that a client may choose; where none can,"
+            ' set "trust_media_names": true'
+        )
     for item in request.mm_features:
         if not _DIGEST.fullmatch(item.mm_hash or item.identifier):
             return "its media were given names of their own"

@@ -60,10 +60,19 @@ class Planner:
     """For one engine. `size`: tokens of a stored block; `page`: of one of vLLM's."""
 
     def __init__(
-        self, store: Store, identities: Identities, tenant: Tenant | None, size: int, page: int
+        self,
+        store: Store,
+        identities: Identities,
+        tenant: Tenant | None,
+        size: int,
+        page: int,
+        *,
+        trust_media_names: bool = False,
     ) -> None:
+        """`trust_media_names`: see `cannot_name`."""
         self.store, self.identities, self.tenant = store, identities, tenant
         self.size, self.page = size, page
+        self.trust_media_names = trust_media_names
         self.families: list[Family] = []
         self._roots: list[Mapping[Rank, Root]] = []
         self._tracked: dict[str, Tracked] = {}
@@ -190,7 +199,7 @@ class Planner:
     def _track(self, request: Any) -> Tracked | None:
         one = self._tracked.get(request.request_id)
         if one is None:
-            reason = cannot_name(request)
+            reason = cannot_name(request, trust_media_names=self.trust_media_names)
             try:
                 family = self._family(request) if not reason else 0
             except (KvsnapError, OSError) as error:

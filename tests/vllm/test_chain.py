@@ -122,4 +122,10 @@ def test_they_are_the_same_in_every_process() -> None:
     ],
 )
 def test_what_has_no_sure_name_has_none(more: dict[str, Any], why: str) -> None:
-    assert cannot_name(request([1, 2, 3], **more)) == why
+    assert cannot_name(request([1, 2, 3], **more), trust_media_names=True) == why
+
+
+def test_names_of_media_are_not_believed_unless_that_is_asked_for() -> None:
+    shown = request([1, 2, 3], mm_features=[media(DIGEST, 0, 1)])
+    assert "a client may choose" in cannot_name(shown)
+    assert cannot_name(request([1, 2, 3])) == ""
