@@ -122,7 +122,7 @@ def _apart(store: Store) -> Iterator[Finding]:
     """Why blocks of one model do not serve another engine, or a server that was started otherwise."""
     with contextlib.suppress(KvsnapError, sqlite3.Error):  # the index's own finding tells of it
         for apart in roots_apart(store):
-            yield Finding("note", str(apart), "docs/engines.md says what must match")
+            yield Finding("note", str(apart), "docs/serving.md says what must match")
 
 
 def _room(store: Store) -> Iterator[Finding]:

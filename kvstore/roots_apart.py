@@ -12,7 +12,7 @@ from kvsnap.kvstore.store import Store
 MOST_ROOTS = 20
 """The ones that were used last."""
 _MOST_FIELDS = 4
-_FAMILIES = (
+_ROOTS = (
     "SELECT r.root_id, r.identity, COUNT(b.id) FROM roots r JOIN blocks b ON b.root = r.id"
     " WHERE r.identity != '' AND b.lost IS NULL GROUP BY r.id ORDER BY MAX(b.used) DESC LIMIT ?"
 )
@@ -45,7 +45,7 @@ def roots_apart(store: Store) -> Iterator[Apart]:
     """Of each architecture: the root that was used last, and why each other one is none with it.
     Encrypted blocks' identities are not known here."""
     latest: dict[str, tuple[str, str, str]] = {}
-    for root_id, identity, blocks in store.index.query(_FAMILIES, [MOST_ROOTS]):
+    for root_id, identity, blocks in store.index.query(_ROOTS, [MOST_ROOTS]):
         try:
             record = parse_identity(identity)
             architecture, engine = str(record.get("architecture")), str(record.get("family"))

@@ -233,8 +233,8 @@ class Store:
         nothing that is stored would ever be found again."""
         sql = (
             "SELECT b.length FROM blocks b JOIN roots r ON r.id = b.root WHERE b.state = 0"
-            " AND b.lost IS NULL AND r.identity NOT LIKE '%\"family\":\"vllm\"%'"
-            " AND r.identity NOT LIKE '%\"family\":\"sglang\"%' ORDER BY b.id DESC LIMIT 1"
+            ' AND b.lost IS NULL AND r.identity NOT LIKE \'%"family":"vllm"%\''
+            ' AND r.identity NOT LIKE \'%"family":"sglang"%\' ORDER BY b.id DESC LIMIT 1'
         )  # those of serving engines have the length that the engine asked for
         for (size,) in self.index.query(sql):
             if type(size) is int and 1 <= size <= 2**16:

@@ -1,4 +1,4 @@
-"""The digest of the model files that a serving engine loads, or of an adapter's.
+"""The files of a model or an adapter that a serving engine loads: where they are, and their digest.
 
 A serving engine gives its plugins no live weights: they are in other processes, cut, fused and perhaps
 on devices. So the files stand for them, and what the engine makes of them (types, quantization) goes
@@ -16,6 +16,24 @@ from kvsnap.formats.errors import NotFound, Unsupported
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How files end that hold weights. More than the engine loads is a miss at worst."""
+
+
+def local_folder(name: str, revision: str | None = None, cache: str | None = None) -> Path:
+    """A path as it is, or where the files of a model's name are on this machine: nothing is fetched.
+    Raises `NotFound` where they are not."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            f"the files of model {name!r} are not to be found on this machine",
+            'say where they are: "model": "/folder" in the extra configuration',
+        ) from error
+    return Path(found)
 
 
 def weights_digest(place: Path, file_digest: Callable[[Path], str]) -> str:

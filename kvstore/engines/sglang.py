@@ -3,7 +3,7 @@
 SGLang keeps pages of KV on the device, copies them to host pages, and hands these to a storage by the
 hash of their tokens and all before. Here they become blocks of kind `pages`, under an identity that
 SGLang's keys lack: the weights' digest, types, the layout of host pages, ranks. Matching of single
-tokens stays SGLang's. See docs/engines.md.
+tokens stays SGLang's. See docs/serving.md.
 
 Its threads call in here while requests wait. None of them ever gets an exception: what cannot be used
 is a page that is not there, and the log says once why.
@@ -22,6 +22,7 @@ from kvsnap.engines.served_replaced import weights_replaced
 from kvsnap.engines.sglang_chain import is_page_hash
 from kvsnap.engines.sglang_identity import identity_of, served_model
 from kvsnap.engines.sglang_pages import Pages
+from kvsnap.engines.sglang_replaced import watch
 from kvsnap.engines.sglang_start import (
     check_interface,
     check_other_pools,
@@ -29,7 +30,6 @@ from kvsnap.engines.sglang_start import (
     installed_release,
     read_options,
 )
-from kvsnap.engines.sglang_weights import watch
 from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
 from kvsnap.formats.identity import root_of
 from kvsnap.kvstore.store import Store

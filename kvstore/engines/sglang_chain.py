@@ -120,7 +120,9 @@ class Places:
             chain = [first]
             more = chain_of(self._root_key, keys[1:], first)
 
-            def holds(number: int, chain: list[Wanted] = chain, more: Iterator = more) -> bool:
+            def holds(
+                number: int, chain: list[Wanted] = chain, more: Iterator[Wanted] = more
+            ) -> bool:
                 chain.extend(itertools.islice(more, max(0, number + 1 - len(chain))))
                 return bool(self._stored([chain[number].name]))
 

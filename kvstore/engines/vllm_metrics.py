@@ -11,9 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTED = {
     "loaded": ("vllm:kvsnap_loaded_blocks", "Blocks restored from the store."),
-    "loaded_tokens": ("vllm:kvsnap_loaded_tokens", "Tokens of these blocks, one rank counted."),
-    "loaded_bytes": ("vllm:kvsnap_loaded_bytes", "Bytes of their rows, all ranks together."),
-    "load_seconds": ("vllm:kvsnap_load_seconds", "Time that steps waited for them."),
+    "loaded_tokens": ("vllm:kvsnap_loaded_tokens", "Tokens of these blocks, on each rank."),
+    "loaded_bytes": ("vllm:kvsnap_loaded_bytes", "Bytes of their rows."),
+    "load_seconds": (
+        "vllm:kvsnap_load_seconds",
+        "Time that loads took, beside the engine's steps.",
+    ),
     "load_failures": (
         "vllm:kvsnap_load_failures",
         "Blocks that could not be used, so that they and what followed was computed.",
@@ -25,7 +28,7 @@ COUNTED = {
         "Filled blocks that were not stored: no room to wait, a full store, or an error.",
     ),
 }
-"""Key → name and help of the counter."""
+"""Key → name and help of the counter. vLLM adds up what its ranks count."""
 
 
 class KVSnapStats(KVConnectorStats):  # type: ignore[misc]

@@ -17,28 +17,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+FILES = (".safetensors", ".bin")
 
 
 def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in FILES)
-
-
-FILES = (".safetensors", ".bin")
 
 
 class ByFile:
@@ -121,7 +118,7 @@ def measure_pages(told: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if kind != "HiCacheFile":
                 sizes[kind] -= bytes_below(at / "model")
                 by.storage.close()
-            subprocess.run(["rm", "-rf", str(at)], check=True)
+            shutil.rmtree(at)
     size = len(right[0]) * count
     return {
         "pages": count,

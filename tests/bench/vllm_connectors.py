@@ -93,7 +93,9 @@ def bench(told: Any, folder: Path) -> None:
             if kind != "lmcache":
                 shutil.rmtree(place)
     base = statistics.median(seconds["none", "cold"])
-    print(f"{told.prompts} prompts of {told.tokens} tokens, {told.rounds} rounds, model {told.kind};")
+    print(
+        f"{told.prompts} prompts of {told.tokens} tokens, {told.rounds} rounds, model {told.kind};"
+    )
     print(f"without a connector {base:.3f} s a prompt (one new token)")
     for kind in kinds:
         cold = statistics.median(seconds[kind, "cold"])

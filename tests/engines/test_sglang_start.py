@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvsnap.engines import served_replaced, sglang_check, sglang_weights
+from kvsnap.engines import served_replaced, sglang_check, sglang_replaced
 from kvsnap.engines.sglang_start import (
     ABSTRACT,
     CONFIG,
@@ -134,6 +134,11 @@ ARGUMENTS = {
     "lora_paths": None,
     "speculative_algorithm": None,
     "custom_weight_loader": None,
+    "dllm_algorithm": None,
+    "forward_hooks": None,
+    "kt_weight_path": None,
+    "modelopt_checkpoint_restore_path": None,
+    "weight_cache_mode": "off",
     "checkpoint_engine_wait_weights_before_ready": False,
     "load_format": "auto",
 }
@@ -146,6 +151,11 @@ ARGUMENTS = {
         ({"lora_paths": ["a"]}, "LoRA"),
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         ({"custom_weight_loader": ["a.b"]}, "custom weight loader"),
+        ({"dllm_algorithm": "LowConfidence"}, "a diffusion language model"),
+        ({"forward_hooks": [{"name": "a"}]}, "hooks in its forward pass"),
+        ({"kt_weight_path": "/experts"}, "experts of KTransformers"),
+        ({"modelopt_checkpoint_restore_path": "/other"}, "a checkpoint of ModelOpt"),
+        ({"weight_cache_mode": "client"}, "weights that another process holds"),
         ({"checkpoint_engine_wait_weights_before_ready": True}, "checkpoint engine"),
         ({"load_format": "dummy"}, "'dummy'"),
         ({"load_format": "remote"}, "'remote'"),
@@ -163,26 +173,26 @@ def test_replaced_weights_are_noticed_by_every_way_and_still_replaced(
     calls: list[str] = []
     members: dict[str, Any] = {
         name: lambda self, value, name=name: calls.append(f"{name} {value}")
-        for name in sglang_weights.REPLACING
+        for name in sglang_replaced.REPLACING
     }
     updater = type("WeightUpdater", (), members)
-    for name in sglang_weights.REPLACING:
+    for name in sglang_replaced.REPLACING:
         monkeypatch.setattr(served_replaced, "_replaced_by", [])
-        served_replaced.watch(updater, sglang_weights.REPLACING)
+        served_replaced.watch(updater, sglang_replaced.REPLACING)
         assert not served_replaced.weights_replaced()
         getattr(updater(), name)(3)
         assert served_replaced.weights_replaced()
         assert f"{name} replaces the weights" in caplog.text
-    assert calls == [f"{name} 3" for name in sglang_weights.REPLACING], "once each"
+    assert calls == [f"{name} 3" for name in sglang_replaced.REPLACING], "once each"
 
 
 def test_an_updater_that_cannot_be_watched_is_refused() -> None:
     with pytest.raises(Unsupported, match="no update_weights_from_disk"):
-        served_replaced.watch(type("WeightUpdater", (), {}), sglang_weights.REPLACING)
+        served_replaced.watch(type("WeightUpdater", (), {}), sglang_replaced.REPLACING)
 
 
 def test_only_the_storage_itself_imports_sglang_and_nothing_brings_a_compiler() -> None:
-    folder = Path(sglang_weights.__file__).parent
+    folder = Path(sglang_replaced.__file__).parent
     modules = [f"kvsnap.engines.{path.stem}" for path in sorted(folder.glob("sglang_*.py"))]
     assert "kvsnap.engines.sglang_pages" in modules
     script = (

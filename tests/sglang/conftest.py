@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ if importlib.util.find_spec("sglang") is None or not SHIMMED:
     collect_ignore_glob = ["test_*.py"]
 
 Start = Callable[..., Callable[[], "Done"]]
+Make = Callable[..., Any]
 
 
 class Done:
@@ -78,3 +79,26 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         return finish
 
     return run
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """A storage on a pool, each time as in a new process; of a model of a few bytes."""
+    from kvsnap.engines import served_replaced
+    from kvsnap.engines import sglang as engine
+    from tests.sglang.pools import make_storage, model_in
+
+    made: list[Any] = []
+    monkeypatch.setattr(served_replaced, "_replaced_by", [])
+
+    def run(pool: Any, model: Any = None, store: str = "store", **told: Any) -> Any:
+        extra = {key: value for key, value in told.items() if not key.startswith(("tp_", "pp_"))}
+        ranks = {key: value for key, value in told.items() if key not in extra}
+        served = model or model_in(tmp_path / "model")
+        monkeypatch.setattr(engine, "served_model", lambda given: served)
+        made.append(make_storage(pool, {"store": str(tmp_path / store), **extra}, **ranks))
+        return made[-1]
+
+    yield run
+    for storage in made:
+        storage.close()

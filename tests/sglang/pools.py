@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -123,3 +124,14 @@ def make_storage(pool: Any, extra: dict[str, Any], **config: Any) -> Any:
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.on_host_pools_registered()
     return storage
+
+
+def blocks(folder: Path) -> list[Path]:
+    """The block files of a store, by their place in a chain."""
+    found = folder.glob("blocks/*/*.safetensors")
+
+    def start(path: Path) -> int:
+        with safe_open(path, "np") as file:
+            return int(file.metadata()["start"])
+
+    return sorted(found, key=start)

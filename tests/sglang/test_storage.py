@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,23 @@ import torch
 from safetensors import safe_open
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 
-from kvsnap.engines import served_replaced
-from kvsnap.engines import sglang as engine
 from kvsnap.engines.sglang_identity import identity_of
 from kvsnap.engines.sglang_start import RELEASES, installed_release, interface_differences
 from kvsnap.formats.errors import KvsnapError
 from kvsnap.kvstore.store import Store
+from tests.sglang.conftest import Make
 from tests.sglang.pools import (
     LAYOUTS,
     PAGE,
     behind,
+    blocks,
     host_pool,
     indices,
-    make_storage,
     model_in,
     page_hashes,
     pages_of,
     wipe,
 )
-
-Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """A storage on a pool, each time as in a new process; of a model of a few bytes."""
-    made: list[Any] = []
-    monkeypatch.setattr(served_replaced, "_replaced_by", [])
-
-    def run(pool: Any, model: Any = None, store: str = "store", **told: Any) -> Any:
-        extra = {key: value for key, value in told.items() if not key.startswith(("tp_", "pp_"))}
-        ranks = {key: value for key, value in told.items() if key not in extra}
-        served = model or model_in(tmp_path / "model")
-        monkeypatch.setattr(engine, "served_model", lambda given: served)
-        made.append(make_storage(pool, {"store": str(tmp_path / store), **extra}, **ranks))
-        return made[-1]
-
-    yield run
-    for storage in made:
-        storage.close()
-
-
-def blocks(folder: Path) -> list[Path]:
-    found = folder.glob("blocks/*/*.safetensors")
-
-    def start(path: Path) -> int:
-        with safe_open(path, "np") as file:
-            return int(file.metadata()["start"])
-
-    return sorted(found, key=start)
 
 
 def test_the_installed_release_has_the_interface_that_is_known() -> None:
@@ -181,82 +148,6 @@ def test_the_identity_says_what_it_is_made_of(make: Make, tmp_path: Path) -> Non
     assert ["sglang.layout", '"page_first"'] in told["overrides"]
 
 
-def flip(path: Path, byte: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[byte] ^= 1
-    path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize("byte", [-1, -2000, 40], ids=["last byte", "rows", "header"])
-def test_a_flipped_bit_is_no_page_and_nothing_of_it_lands(
-    make: Make, tmp_path: Path, byte: int
-) -> None:
-    pool, keys = host_pool(), page_hashes(6)
-    make(pool).batch_set_v1(keys, indices(0, 6), behind([]))
-    before = pages_of(pool, 0, 6)
-    bad = blocks(tmp_path / "store")[2]
-    flip(bad, byte)
-    again = host_pool()
-    wipe(again)
-    storage = make(again)
-    assert storage.batch_exists(keys, behind(None)) == 6, "a hint, which the read corrects"
-    got = storage.batch_get_v1(keys, indices(0, 6), behind([]))
-    assert got[:3] == [True, True, False]
-    assert pages_of(again, 0, 2) == before[:2]
-    assert pages_of(again, 2, 1) == [bytes(len(before[2]))]
-    assert storage.batch_exists(keys, behind(None)) == 2
-    assert bad.stem in {p.name.split(".")[0] for p in (tmp_path / "store/quarantine").iterdir()}
-    fresh = host_pool()
-    storage = make(fresh)
-    assert storage.batch_set_v1(keys[2:], indices(2, 4), behind(keys[:2])) == [True] * 4
-    assert storage.batch_exists(keys, behind(None)) == 6, "stored again, and what was behind counts"
-
-
-@pytest.mark.parametrize("kept", [0, 100, -1], ids=["empty", "cut in the header", "one byte short"])
-def test_a_file_that_was_cut_is_no_page(make: Make, tmp_path: Path, kept: int) -> None:
-    pool, keys = host_pool(), page_hashes(3)
-    make(pool).batch_set_v1(keys, indices(0, 3), behind([]))
-    path = blocks(tmp_path / "store")[1]
-    path.write_bytes(path.read_bytes()[:kept])
-    storage = make(host_pool())
-    assert storage.batch_get_v1(keys, indices(0, 3), behind([]))[:2] == [True, False]
-
-
-def test_another_page_under_the_name_is_no_page(make: Make, tmp_path: Path) -> None:
-    pool, keys = host_pool(), page_hashes(3)
-    make(pool).batch_set_v1(keys, indices(0, 3), behind([]))
-    _, second, third = blocks(tmp_path / "store")
-    second.write_bytes(third.read_bytes())
-    storage = make(host_pool())
-    assert storage.batch_get_v1(keys, indices(0, 3), behind([]))[:2] == [True, False]
-
-
-def test_a_full_store_says_no_and_keeps_what_is_whole(make: Make, tmp_path: Path) -> None:
-    pool = host_pool()
-    storage = make(pool, capacity="30kB", min_free=1)
-    keys = page_hashes(12)
-    done = storage.batch_set_v1(keys, indices(0, 12), behind([]))
-    assert done[0] is True
-    assert done[-1] is False
-    count = done.index(False)
-    assert done == [True] * count + [False] * (12 - count)
-    assert storage.batch_exists(keys, behind(None)) == count
-    more = storage.batch_set_v1(keys[count:], indices(count, 12 - count), behind(keys[:count]))
-    assert not any(more), "its own front is not evicted for it"
-    fresh = page_hashes(3, "b")
-    assert any(storage.batch_set_v1(fresh, indices(0, 3), behind([]))), "older leaves are"
-
-
-def test_a_page_behind_one_that_is_gone_is_not_stored(
-    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    pool, keys = host_pool(), page_hashes(4)
-    storage = make(pool)
-    assert storage.batch_set_v1(keys[2:], indices(2, 2), behind(keys[:2])) == [False, False]
-    assert blocks(tmp_path / "store") == []
-    assert "what stands before a page is not stored any more" in caplog.text
-
-
 def test_without_prefixes_pages_are_stored_alone_and_the_log_says_what_to_do(
     make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -285,67 +176,9 @@ def test_keys_of_other_pools_and_schemes_are_passed_over(
     assert caplog.text.count("is no page hash of 64 digits") == 1
 
 
-def test_a_page_of_another_size_is_refused_and_nothing_raised(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    pool, keys = host_pool(), page_hashes(1)
-    storage = make(pool)
-    assert not storage.set(keys[0], torch.zeros(7))
-    assert not storage.set(keys[0], None)
-    assert storage.set(keys[0], pool.get_data_page(0))
-    assert storage.get(keys[0], torch.zeros(7)) is None
-    assert "a page of 28 bytes" in caplog.text
-
-
-def test_a_store_that_cannot_be_used_any_more_is_a_miss(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, keys = host_pool(), page_hashes(2)
-    storage = make(pool)
-    storage.batch_set_v1(keys, indices(0, 2), behind([]))
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(storage.store.blocks, "offers", fail)
-    monkeypatch.setattr(storage.store.blocks, "has", fail)
-    assert storage.batch_exists(keys, behind(None)) == 0
-    assert storage.batch_get_v1(keys, indices(0, 2), behind([])) == [False, False]
-    assert storage.batch_set_v1(keys, indices(0, 2), behind([])) == [False, False]
-
-
-def test_a_read_only_store_is_read_and_not_written(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from kvsnap.formats.errors import StoreReadOnly
-
-    pool, keys = host_pool(), page_hashes(4)
-    make(pool).batch_set_v1(keys[:2], indices(0, 2), behind([]))
-    storage = make(host_pool())
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise StoreReadOnly("nothing can be written there", "")
-
-    monkeypatch.setattr(storage.store.space, "write", refuse)
-    monkeypatch.setattr(storage.store.index, "transaction", refuse)
-    assert storage.batch_set_v1(keys[2:], indices(2, 2), behind(keys[:2])) == [False, False]
-    assert storage.batch_exists(keys, behind(None)) == 2
-    assert storage.batch_get_v1(keys, indices(0, 4), behind([])) == [True, True, False, False]
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["a chain", "alone"])
-def test_a_remote_is_read_through_and_written_behind(
-    make: Make, tmp_path: Path, alone: bool
-) -> None:
+def test_a_remote_is_read_through_and_written_behind(make: Make, tmp_path: Path) -> None:
     remote, pool, keys = f"file://{tmp_path / 'remote'}", host_pool(), page_hashes(6)
     first = make(pool, remote=remote, write_behind=True)
-    if alone:
-        assert first.batch_set_v1(keys[1::2], indices(0, 3), None) == [True] * 3
-        assert first.batch_set_v1(keys, indices(0, 6), None) == [True] * 6
-        first.close()
-        there = list((tmp_path / "remote").rglob("*.safetensors"))
-        assert len(there) == 6
-        return
     assert first.batch_set_v1(keys, indices(0, 6), behind([])) == [True] * 6
     first.close()
     again = host_pool()
@@ -355,6 +188,15 @@ def test_a_remote_is_read_through_and_written_behind(
     assert second.batch_get_v1(keys, indices(0, 6), behind([])) == [True] * 6
     assert pages_of(again, 0, 6) == pages_of(pool, 0, 6)
     assert len(blocks(tmp_path / "elsewhere")) == 6
+
+
+def test_pages_that_are_stored_alone_go_to_the_remote_each(make: Make, tmp_path: Path) -> None:
+    pool, keys = host_pool(), page_hashes(6)
+    first = make(pool, remote=f"file://{tmp_path / 'remote'}", write_behind=True)
+    assert first.batch_set_v1(keys[1::2], indices(0, 3), None) == [True] * 3
+    assert first.batch_set_v1(keys, indices(0, 6), None) == [True] * 6
+    first.close()
+    assert len(list((tmp_path / "remote").rglob("*.safetensors"))) == 6
 
 
 def test_clear_and_close_delete_nothing_and_a_closed_one_answers_nothing(
