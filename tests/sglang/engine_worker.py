@@ -51,13 +51,13 @@ NEW_TOKENS = 12
 
 
 def settled(folder: Path | None, seconds: float = 20.0) -> None:
-    """Wait until SGLang's backup thread has written what it has: no new block for half a second."""
+    """Wait until SGLang's backup thread has written what it has: no new block for a second."""
     deadline, before, since = time.monotonic() + seconds, -1, time.monotonic()
     while folder is not None and time.monotonic() < deadline:
         count = sum(1 for _ in folder.glob("blocks/*/*.safetensors"))
         if count != before:
             before, since = count, time.monotonic()
-        elif time.monotonic() - since > 0.5:
+        elif time.monotonic() - since > 1.0:
             return
         time.sleep(0.05)
 

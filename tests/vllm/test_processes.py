@@ -61,7 +61,7 @@ def test_an_engine_that_was_killed_while_it_stored(job: dict[str, Any], tmp_path
         time.sleep(0.01)
     killed.kill()
     killed.wait()
-    (later,) = serve(tmp_path, job | {"steps": [long, {**long, "stored": 1}]})
+    (later,) = serve(tmp_path, job | {"steps": [{**long, "stored": 4 * (959 // PAGE)}, long]})
     first, second = later.steps
     assert first.tokens == second.tokens
     assert second.restored >= 4 * 864
