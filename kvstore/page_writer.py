@@ -103,7 +103,7 @@ class PageWriter:
                 self.store.behind.send_chain(batch.root.tenant_id, batch.chain)
         except Vanished:  # the block before was dropped, or evicted meanwhile
             self._count("dropped", len(batch.wanted) - done)
-        except (KvsnapError, OSError, MemoryError) as error:
+        except (KvsnapError, OSError, MemoryError, RuntimeError) as error:  # the last: of a device
             self._count("dropped", len(batch.wanted) - done)
             self.tell(error)
         finally:

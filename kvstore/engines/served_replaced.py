@@ -23,9 +23,12 @@ def weights_replaced() -> bool:
     return bool(_replaced_by)
 
 
-def watch(owner: Any, methods: Sequence[str]) -> None:
+def watch(
+    owner: Any, methods: Sequence[str], replaces: Callable[..., bool] = lambda *args, **kwargs: True
+) -> None:
     """From now on notice when methods of this class, by which weights come into a running model, are
-    called. Raises `Unsupported` where it has no such methods: then nobody would notice."""
+    called, with arguments of which `replaces` says so. Raises `Unsupported` where it has no such
+    methods: then nobody would notice."""
     missing = [name for name in methods if not callable(getattr(owner, name, None))]
     if missing:
         raise Unsupported(
@@ -35,12 +38,16 @@ def watch(owner: Any, methods: Sequence[str]) -> None:
     for name in methods:
         method = getattr(owner, name)
         if not hasattr(method, "_kvsnap_watches"):
-            setattr(owner, name, _noticed(name, method))
+            setattr(owner, name, _noticed(name, method, replaces))
 
 
-def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _noticed(
+    name: str, method: Callable[..., Any], replaces: Callable[..., bool]
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def noticing(*args: Any, **kwargs: Any) -> Any:
+        if not replaces(*args, **kwargs):
+            return method(*args, **kwargs)
         if not _replaced_by:
             _log.warning(
                 "kvsnap: %s replaces the weights of this process: nothing is stored or restored any"

@@ -36,7 +36,9 @@ from kvsnap.kvstore.store import Store
 
 _T = TypeVar("_T")
 _log = logging.getLogger("kvsnap")
-_FAILURES = (KvsnapError, OSError, MemoryError)
+_FAILURES = (KvsnapError, OSError, MemoryError, RuntimeError, ValueError)
+"""The last two are torch's, of a page that cannot be had or does not fit, and of threads that were shut
+down by a detaching while a page was to be read."""
 _ADVICE = (
     "SGLang does not say what stands before a page: pages are stored alone, and any of them may be"
     ' evicted first; give "hicache_storage_pass_prefix_keys": true in the extra configuration'

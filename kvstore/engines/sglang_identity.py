@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsnap.engines.served_weights import weights_digest
+from kvsnap.engines.served_weights import local_folder, weights_digest
 from kvsnap.engines.sglang_chain import WORDS
 from kvsnap.engines.sglang_files import check_still_loaded
 from kvsnap.engines.sglang_start import check_arguments
 from kvsnap.engines.transformers_config import rope, settings
-from kvsnap.formats.errors import NotFound, Unsupported
+from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.identity import Identity, Rope, Shard
 from kvsnap.formats.layout import Group, Layout, Plane
 
@@ -24,11 +24,25 @@ PAGES = "1"
 """Which order of bytes inside a page the known releases have: another number for one that has another,
 with the same layout and shape."""
 _ARGUMENTS = (
+    "attention_backend",
+    "deepep_dispatcher_output_dtype",
+    "enable_quant_communications",
+    "enable_tf32_matmul",
+    "enable_w4a4_mxfp4_megamoe",
+    "flashinfer_a2a_dispatch_type",
+    "flashinfer_mxfp4_moe_precision",
+    "fp4_gemm_runner_backend",
+    "fp8_gemm_runner_backend",
+    "kv_cache_dtype",  # a pool's own type is that of bytes, whichever 8 bits they are
     "model_impl",
     "model_loader_extra_config",
     "modelopt_quant",
+    "moe_runner_backend",
+    "prefill_attention_backend",
+    "prefill_kv_cache_dequant_dtype",
     "quantization_param_path",
     "quantize_and_serve",
+    "rl_on_policy_target",
     "rl_quant_profile",
 )
 """What SGLang can be told that changes weights or KV after the files were read."""
@@ -61,7 +75,8 @@ def served_model(given: str | None) -> Model:
     text = config.hf_text_config
     told = {name: getattr(arguments, name) for name in _ARGUMENTS}
     told |= {"dtype": config.dtype, "quantization": config.quantization}
-    folder = _folder(given or arguments.model_path, arguments)
+    name = given or arguments.model_path
+    folder = local_folder(name, arguments.revision, arguments.download_dir)
     check_still_loaded(folder, starting=arguments.hicache_storage_backend is not None)
     return Model(
         folder=folder,
@@ -128,25 +143,3 @@ def _named(told: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         (f"sglang.{name}", json.dumps(value, sort_keys=True, default=str))
         for name, value in sorted(told.items())
     )
-
-
-def _folder(model: str, arguments: Any) -> Path:
-    """Where the model's files are: a path, or what was downloaded under a name."""
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            model,
-            revision=arguments.revision,
-            cache_dir=arguments.download_dir,
-            local_files_only=True,
-        )
-    except Exception as error:  # whatever it says: the files are not to be found
-        raise NotFound(
-            f"the files of model {model!r} are not to be found on this machine",
-            'say where: "model": "/folder" in the extra configuration',
-        ) from error
-    return Path(found)

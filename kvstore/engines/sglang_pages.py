@@ -81,7 +81,7 @@ class Pages:
             except Miss as miss:
                 self._say(f"miss {miss.reason}", str(miss))
                 return None
-            except (KvsnapError, OSError, MemoryError) as error:
+            except (KvsnapError, OSError, MemoryError, RuntimeError, ValueError) as error:
                 self._say(f"read {type(error).__name__}", f"read: {error}")
                 return None
             return page

@@ -24,13 +24,19 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
-from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from kvsnap.engines.served_options import ServedOptions
 from kvsnap.engines.served_replaced import watch
-from kvsnap.engines.vllm_check import REPLACING, check_config, check_interface, specs_of
+from kvsnap.engines.vllm_check import (
+    REPLACING,
+    check_config,
+    check_interface,
+    discards_weights,
+    specs_of,
+)
 from kvsnap.engines.vllm_identity import Identities
 from kvsnap.engines.vllm_metrics import KVSnapPromMetrics, KVSnapStats
 from kvsnap.engines.vllm_pages import Pages
@@ -44,6 +50,8 @@ from kvsnap.formats.tenant import tenant_id
 _log = logging.getLogger("kvsnap")
 _workers: weakref.WeakValueDictionary[str, Worker] = weakref.WeakValueDictionary()
 """Of engines whose scheduler and only worker are in this process, by engine id."""
+_here: weakref.WeakSet[Worker] = weakref.WeakSet()
+"""All of this process."""
 
 
 class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -83,7 +91,9 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Of a worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        watch(VllmWorker, REPLACING)
+        kind = resolve_obj_by_qualname(self._vllm_config.parallel_config.worker_cls)
+        watch(kind, REPLACING)
+        watch(kind, ("sleep",), _sleeps)
         pages = Pages(kv_caches, self._kv_cache_config.num_blocks, self._size // self._page)
         layers = self._vllm_config.compilation_config.static_forward_context
         kinds = sorted({_backend(layers[name]) for name in kv_caches})
@@ -95,6 +105,7 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
         options = self._options
         codec, buffer = options.make_codec(), options.buffer_bytes()
         self._worker = Worker(self._store, pages, rank, self._tenant, codec, buffer)
+        _here.add(self._worker)
         if self._vllm_config.parallel_config.world_size == 1:
             _workers[self._kv_transfer_config.engine_id] = self._worker
 
@@ -185,12 +196,17 @@ class KVSnapConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         self._planner.settle(done)
         worker = _workers.get(self._kv_transfer_config.engine_id)
-        if worker is not None:  # there may be no next step: an application may just stop here
+        # There may be no next step: an application may just stop here.
+        if worker is not None:
             worker.save(self._planner.families, self._planner.last_saves())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         assert self._planner is not None
         self._planner.finish(request, block_ids)
+        worker = _workers.get(self._kv_transfer_config.engine_id)
+        # An engine that is put to sleep has no step before it forgets its pages.
+        if worker is not None:
+            worker.save(self._planner.families, self._planner.settled_saves())
         return False, None
 
     # Of both --------------------------------------------------------------------------------------
@@ -229,6 +245,13 @@ def _log_as_vllm() -> None:
 
 def _rounded_up(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
+
+
+def _sleeps(worker: Any, level: int = 1) -> bool:
+    """A sleep takes memory away that loads still write to."""
+    for own in list(_here):
+        own.wait_for_loads()
+    return discards_weights(worker, level)
 
 
 def _backend(layer: Any) -> str:

@@ -65,6 +65,8 @@ def cannot_name(request: Any, *, trust_media_names: bool = False) -> str:
     believe it for ever, of everybody."""
     if request.prompt_embeds is not None:
         return "prompt embeddings have no token ids"
+    if request.cache_salt is not None and not _is_text(request.cache_salt):
+        return "its cache_salt is no text"
     if request.resumable:
         return "a streaming request's tokens may change"
     if request.pooling_params is not None:
@@ -78,3 +80,8 @@ def cannot_name(request: Any, *, trust_media_names: bool = False) -> str:
         if not _DIGEST.fullmatch(item.mm_hash or item.identifier):
             return "its media were given names of their own"
     return ""
+
+
+def _is_text(salt: str) -> bool:
+    """JSON can spell halves of a character, which no encoding has."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in salt)

@@ -39,9 +39,35 @@ REQUEST = ("all_token_ids", "cache_salt", "mm_features", "num_in_flight_tokens",
 """What it reads of a request, besides older fields."""
 REPLACING = ("reload_weights", "reset_weights", "start_weight_update", "update_weights")
 """Methods of vLLM's worker by which other weights come into a running model."""
+LOADED_FROM_FILES = (
+    "auto",
+    "bitsandbytes",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+)
+"""Values of `load_format` with which the files in the model's folder are all of the weights."""
 FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 """Specifications of caches that hold rows of every token."""
 _POLICY = "kv_load_failure_policy"
+START = (
+    'start it with: vllm serve MODEL --kv-transfer-config \'{"kv_connector": "KVSnapConnector",'
+    ' "kv_connector_module_path": "kvsnap.engines.vllm", "kv_role": "kv_both",'
+    ' "kv_load_failure_policy": "recompute"}\''
+)
+
+
+def discards_weights(worker: Any, level: int = 1) -> bool:
+    """Whether a worker's `sleep` does. Others come then, by whatever way."""
+    return level >= 2
 
 
 def differences(base: type, request: type) -> Iterator[str]:
@@ -100,8 +126,16 @@ def _refused(config: Any, caches: Any) -> Iterator[str]:
         yield "more than one node: the scheduler does not see what the stores of the others have"
     if getattr(config.cache_config, "calculate_kv_scales", False):
         yield "KV scales that are computed while serving (calculate_kv_scales)"
-    if config.load_config.load_format == "dummy":
+    if parallel.worker_extension_cls:
+        yield "worker_extension_cls: it may replace weights, and nobody would notice"
+    load_format = config.load_config.load_format
+    if load_format == "dummy":
         yield "dummy weights, which are in no file"
+    elif load_format not in LOADED_FROM_FILES:
+        yield f"load_format {load_format!r}: nothing tells which weights these are"
+    for name in ("audio_model_id", "text_model_id"):
+        if getattr(config.model_config.hf_config, name, None):
+            yield f"weights that are in another model's folder, as {name} of its configuration says"
     if len(caches.kv_cache_groups) != 1:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in caches.kv_cache_groups})
         yield f"{len(caches.kv_cache_groups)} groups of KV caches ({', '.join(kinds)})"
@@ -137,10 +171,3 @@ def findings() -> list[tuple[str, str, str]]:
     if not vllm.__version__.startswith(VERSIONS):
         level, note = "note", f"; tried was {', '.join(VERSIONS)} only"
     return [(level, f"{name}: the connector interface is the known one{note}", START)]
-
-
-START = (
-    'start it with: vllm serve MODEL --kv-transfer-config \'{"kv_connector": "KVSnapConnector",'
-    ' "kv_connector_module_path": "kvsnap.engines.vllm", "kv_role": "kv_both",'
-    ' "kv_load_failure_policy": "recompute"}\''
-)

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.layout import Array, Group, Layout, Plane
@@ -27,8 +28,8 @@ class Pages:
         """`blocks`: how many the caches have. `pages_in_block`: how many of vLLM's blocks make one of
         the store's. Raises `Unsupported` by name for caches of another kind."""
         self.pages_in_block = pages_in_block
-        self._groups = list[tuple[str, list[torch.Tensor]]]()
         by_shape = dict[tuple[Any, ...], list[torch.Tensor]]()
+        self._layers = list[str]()
         seen = set[int]()
         for name, tensor in caches.items():
             if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
@@ -41,6 +42,7 @@ class Pages:
             if tensor.data_ptr() in seen:
                 continue  # layers that share one cache
             seen.add(tensor.data_ptr())
+            self._layers.append(name)
             shape = (tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
             by_shape.setdefault(shape, []).append(tensor)
         self._groups = [(f"g{number}", tensors) for number, tensors in enumerate(by_shape.values())]
@@ -54,6 +56,8 @@ class Pages:
     def facts(self, backend: str, layout: str, isa: str) -> tuple[tuple[str, str], ...]:
         """What else decides the bytes: whose pages they are, and how they lie in memory."""
         told: dict[str, Any] = {"backend": backend, "kv_cache_layout": layout, "isa": isa}
+        # A pipeline's ranks may have as many layers each and not the same ones as an earlier time.
+        told["layers"] = blake3("\n".join(self._layers).encode()).hexdigest()
         told["shapes"] = {name: list(tensors[0].shape[1:]) for name, tensors in self._groups}
         told["strides"] = {name: list(tensors[0].stride()[1:]) for name, tensors in self._groups}
         return tuple((f"vllm.{key}", json.dumps(value)) for key, value in told.items())
@@ -62,7 +66,10 @@ class Pages:
         """Copies of whole blocks, given as all their pages. The copy has begun when this returns: what
         vLLM does to the pages afterwards comes behind it. Call the result for the rows of each block."""
         count = len(pages) // self.pages_in_block
-        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        # Of plain memory the copy would wait for all that the device was told: a whole step.
+        pinned = self.device.type == "cuda"
+        own = torch.tensor(pages, dtype=torch.int64, pin_memory=pinned)
+        index = own.to(self.device, non_blocking=True)
         taken = dict[str, torch.Tensor]()
         for name, tensors in self._groups:
             rows = torch.empty(

@@ -29,6 +29,8 @@ from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.gallop import gallop
 from kvsnap.kvstore.store import Store
 
+IDLE_SECONDS = 0.005
+"""A new request may wait as long, where all others wait for the remote."""
 BAD_SECONDS = 30.0
 """How long a block is not offered that a worker could not load and that the index still names: in a
 store that cannot be written it would be tried for each request."""
@@ -134,10 +136,8 @@ class Planner:
         """For a step that computes so many tokens of each request."""
         self._step += 1
         filled = list[tuple[Tracked, int, int]]()
-        for (
-            request_id,
-            tokens,
-        ) in scheduled.items():  # of some hundred requests, each step: be quick
+        # Of some hundred requests, each step: be quick.
+        for request_id, tokens in scheduled.items():
             one = self._tracked.get(request_id)
             if one is None:
                 continue
@@ -151,7 +151,11 @@ class Planner:
         ripe, self._ripe = self._ripe, {}
         saves += [move for key, one in ripe.items() for move in self._due(one, pages_of(key))]
         loads, self._loads = self._loads, []
-        return Plan(self._step, not scheduled, self.families, saves, loads)
+        if not scheduled and self._ahead is not None:
+            self._ahead.rest(IDLE_SECONDS)
+        # Every step is sent to every rank, and identities have some KB each.
+        families = self.families if saves or loads else ()
+        return Plan(self._step, not scheduled, families, saves, loads)
 
     def last_saves(self) -> list[Move]:
         """Of requests that have finished, what is settled by now. They are then forgotten: their pages
@@ -163,6 +167,11 @@ class Planner:
             one.admitted += 1
         self._finished.clear()
         return saves
+
+    def settled_saves(self) -> list[Move]:
+        """Of requests that have finished, what is settled; they are not forgotten: a step that is not
+        known to be executed may have filled more."""
+        return [move for one in self._finished for move in self._due(one, one.pages or ())]
 
     def loaded(self, request_id: str) -> None:
         """All ranks have what a request waited for, or have said what is missing."""
@@ -236,15 +245,15 @@ class Planner:
         in_block = self.size // self.page
         chain = one.chain
         return Move(
-            one.request.request_id,
-            one.family,
-            first * self.size,
-            chain.token_ids(first, stop),
-            chain.extras[first:stop],
-            {rank: names[first : stop + 1] for rank, names in chain.names.items()},
-            pages[first * in_block : stop * in_block],
-            max(0, held - first * in_block),
-            self._whole(chain, stop),
+            request_id=one.request.request_id,
+            family=one.family,
+            start=first * self.size,
+            token_ids=chain.token_ids(first, stop),
+            extras=chain.extras[first:stop],
+            names={rank: names[first : stop + 1] for rank, names in chain.names.items()},
+            pages=pages[first * in_block : stop * in_block],
+            held=max(0, held - first * in_block),
+            chain=self._whole(chain, stop),
         )
 
     def _whole(self, chain: Chain, stop: int) -> Mapping[Rank, Sequence[bytes]]:

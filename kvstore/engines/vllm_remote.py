@@ -4,8 +4,9 @@ asks again meanwhile, and never waits."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from kvsnap.engines.vllm_plan import Move, Rank
 from kvsnap.formats.errors import KvsnapError
@@ -13,6 +14,9 @@ from kvsnap.formats.identity import Root
 from kvsnap.kvstore.sharing.through import Through
 from kvsnap.kvstore.store import Store
 
+MOST_SECONDS = 10.0
+"""A prompt waits no longer: then it is computed from what has come. A remote that answers, and slowly,
+runs into no timeout, and how long computing takes nobody has measured here."""
 _log = logging.getLogger("kvsnap")
 
 
@@ -22,7 +26,8 @@ class Ahead:
     def __init__(self, store: Store, through: Through, threads: int = 4) -> None:
         self.store, self.through = store, through
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvsnap-ahead")
-        self._asked: dict[str, Future[None]] = {}
+        self._asked: dict[str, tuple[Future[None], float]] = {}
+        """Of each request that waits or waited, with the time at which it asked first."""
 
     def is_here(
         self, request_id: str, roots: Mapping[Rank, Root], prompt: Callable[[], Move]
@@ -31,8 +36,15 @@ class Ahead:
         first call begins to bring it."""
         asked = self._asked.get(request_id)
         if asked is None:
-            asked = self._asked[request_id] = self._pool.submit(self._bring, prompt(), roots)
-        return asked.done()
+            bringing = self._pool.submit(self._bring, prompt(), roots)
+            asked = self._asked[request_id] = bringing, time.monotonic()
+        return asked[0].done() or time.monotonic() - asked[1] > MOST_SECONDS
+
+    def rest(self, seconds: float) -> None:
+        """Let those who bring something have the interpreter, where nobody computes: vLLM would ask
+        without a pause."""
+        if coming := [bringing for bringing, _ in self._asked.values() if not bringing.done()]:
+            wait(coming, seconds, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
         self._asked.pop(request_id, None)

@@ -28,8 +28,13 @@ AT_ONCE = 2 * MAX_THREADS
 """Blocks that are read while earlier ones go into the engine; so many are in memory."""
 SAVED_AT_ONCE = 16
 """Blocks that are copied out of the engine by one call for each layer."""
+LOADS_AT_ONCE = 2
+"""So that a short prompt does not wait behind a long one, nor all behind one that meets damage."""
 IDLE_SECONDS = 0.005
 """A new request may wait as long, where all others wait for their loads."""
+FAILURES = (KvsnapError, OSError, MemoryError, RuntimeError)
+"""What may go wrong with a block; the last is torch's, of a device or of memory. Of anything that is raised
+the engine would die."""
 _log = logging.getLogger("kvsnap")
 
 
@@ -61,7 +66,7 @@ class Worker:
         """vLLM's ids of blocks that could not be loaded, not reported yet."""
         self.missed: list[bytes] = []
         self._readers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kvsnap-read")
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvsnap-load")
+        self._loader = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvsnap-load")
         self._loading: dict[str, Future[Loaded]] = {}
         self._buffers: SimpleQueue[dict[str, Array]] = SimpleQueue()
         self._roots: dict[str, Root] = {}
@@ -72,7 +77,7 @@ class Worker:
         for move in moves if not weights_replaced() else ():
             try:
                 self._save(self._root(families[move.family]), move)
-            except (KvsnapError, OSError, MemoryError) as error:
+            except FAILURES as error:
                 self.writer.drop(len(move.extras))
                 self.writer.tell(error)
 
@@ -99,6 +104,10 @@ class Worker:
             self.missed += loaded.missed
             self._count(loaded.counts)
         return ended
+
+    def wait_for_loads(self) -> None:
+        """Until those that were begun have ended; `take_loaded` tells of them."""
+        wait(list(self._loading.values()))
 
     def take_failed(self) -> set[int]:
         failed, self.failed = self.failed, set()
@@ -136,7 +145,7 @@ class Worker:
         missing = [
             (block, move.pages[number * in_block : (number + 1) * in_block])
             for number, block in enumerate(move.wanted(self.rank))
-            if not self.writer.is_waiting(block.name) and not self.store.blocks.has(block.name)
+            if not self.writer.is_waiting(block.name) and not self._is_stored(block.name)
         ]
         for first in range(0, len(missing), SAVED_AT_ONCE):
             some = missing[first : first + SAVED_AT_ONCE]
@@ -148,6 +157,10 @@ class Worker:
             blocks = [block for block, _ in some]
             chain = move.chain.get(self.rank, ())
             self.writer.add(Batch(root, blocks, self.pages.layout, taken, size, chain))
+
+    def _is_stored(self, name: bytes) -> bool:
+        """By the index alone, for the engine waits here. `Blocks.put` looks at the file."""
+        return name not in self.store.blocks.misses and self.store.blocks.offers(name)
 
     def _load(self, root: Root, move: Move, before: Any) -> Loaded:
         began, loaded = time.perf_counter(), Loaded()
@@ -161,12 +174,7 @@ class Worker:
             try:
                 rows = read.result()
                 self.pages.put(rows, own, held, before)
-            except (
-                Miss,
-                OSError,
-                MemoryError,
-                RuntimeError,
-            ) as error:  # the last: torch, of a device
+            except (Miss, *FAILURES) as error:
                 _log.warning("kvsnap: %s; it is computed instead", error)
                 loaded.failed.update(move.pages[number * in_block + held :])
                 loaded.missed.append(block.name)

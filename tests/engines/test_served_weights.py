@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvsnap.engines.served_weights import WEIGHTS, adapter_digest, weights_digest
+from kvsnap.engines.served_weights import (
+    WEIGHTS,
+    adapter_digest,
+    local_folder,
+    weights_digest,
+)
 from kvsnap.formats.errors import NotFound, Unsupported
 
 
@@ -23,6 +28,20 @@ def model(tmp_path: Path) -> Path:
     (folder / "model-2.safetensors").write_bytes(b"two")
     (folder / "config.json").write_text("{}")
     return folder
+
+
+def test_a_path_is_where_the_files_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert local_folder(str(model)) == model
+    assert local_folder("~/model") == model
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "/no/such/folder"])
+def test_a_name_whose_files_are_not_here_is_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(NotFound, match="are not to be found on this machine") as raised:
+        local_folder(name, cache=str(tmp_path))
+    assert '"model"' in raised.value.hint
 
 
 def test_a_file_has_its_own_digest(tmp_path: Path) -> None:

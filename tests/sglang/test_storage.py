@@ -215,6 +215,25 @@ def test_clear_and_close_delete_nothing_and_a_closed_one_answers_nothing(
     assert len(blocks(tmp_path / "store")) == 2
 
 
+def test_what_torch_or_a_detaching_raises_is_a_page_that_is_not_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception would end SGLang's thread, and with it all reading from storage."""
+    pool, keys = host_pool(), page_hashes(3)
+    storage = make(pool)
+    storage.batch_set_v1(keys, indices(0, 3), behind([]))
+
+    def refuse(index: int, page: torch.Tensor) -> None:
+        raise RuntimeError("shape is invalid")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "set_from_flat_data_page", refuse)
+        assert storage.batch_get_v1(keys, indices(4, 3), behind([])) == [False] * 3
+    assert storage.batch_get_v1(keys, indices(4, 3), behind([])) == [True] * 3
+    storage._pages.close()  # another thread is past the look for it
+    assert storage.batch_get_v1(keys, indices(4, 3), behind([])) == [False] * 3
+
+
 def test_requests_are_counted_by_what_was_really_read(make: Make) -> None:
     pool, keys = host_pool(), page_hashes(4)
     storage = make(pool)

@@ -117,6 +117,8 @@ def test_they_are_the_same_in_every_process() -> None:
         ({"mm_features": [media("cat.png", 0, 1)]}, "its media were given names of their own"),
         ({"mm_features": [media(DIGEST, 0, 1, "mine")]}, "its media were given names of their own"),
         ({"prompt_embeds": object()}, "prompt embeddings have no token ids"),
+        ({"cache_salt": "plain"}, ""),
+        ({"cache_salt": "half \ud800"}, "its cache_salt is no text"),
         ({"resumable": True}, "a streaming request's tokens may change"),
         ({"pooling_params": object()}, "pooling requests are not handled"),
     ],

@@ -58,6 +58,8 @@ def refused(config: Any, groups: list[KVCacheGroupSpec], error: type[KvsnapError
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
         ("load_config", "load_format", "dummy", "dummy weights"),
+        ("load_config", "load_format", "tensorizer", "load_format 'tensorizer'"),
+        ("parallel_config", "worker_extension_cls", "rlhf.Extension", "worker_extension_cls"),
     ],
 )
 def test_a_configuration_that_is_not_handled(
@@ -71,6 +73,12 @@ def test_a_configuration_that_is_not_handled(
         setattr(changed, part, owner)
     setattr(owner, name, value)
     assert says in refused(changed, [FULL], KvsnapError)
+
+
+def test_weights_of_which_no_digest_is_taken(config: Any) -> None:
+    hf = SimpleNamespace(text_model_id="another/model")
+    changed = SimpleNamespace(**vars(config) | {"model_config": SimpleNamespace(hf_config=hf)})
+    assert "text_model_id" in refused(changed, [FULL], Unsupported)
 
 
 def test_more_than_one_group_of_caches(config: Any) -> None:
