@@ -13,7 +13,7 @@ from kvsnap.engines.sglang_chain import WORDS
 from kvsnap.engines.sglang_files import check_still_loaded
 from kvsnap.engines.sglang_start import check_arguments
 from kvsnap.engines.transformers_config import rope, settings
-from kvsnap.formats.errors import Unsupported
+from kvsnap.formats.errors import NotFound, Unsupported
 from kvsnap.formats.identity import Identity, Rope, Shard
 from kvsnap.formats.layout import Group, Layout, Plane
 
@@ -75,8 +75,7 @@ def served_model(given: str | None) -> Model:
     text = config.hf_text_config
     told = {name: getattr(arguments, name) for name in _ARGUMENTS}
     told |= {"dtype": config.dtype, "quantization": config.quantization}
-    name = given or arguments.model_path
-    folder = local_folder(name, arguments.revision, arguments.download_dir)
+    folder = _folder(arguments, given)
     check_still_loaded(folder, starting=arguments.hicache_storage_backend is not None)
     return Model(
         folder=folder,
@@ -84,6 +83,17 @@ def served_model(given: str | None) -> Model:
         rope=rope(text),
         settings=(*settings(text), *_named({k: v for k, v in told.items() if v})),
     )
+
+
+def _folder(arguments: Any, given: str | None) -> Path:
+    """Where SGLang says that the files are; only if they are not there, where the option says: one
+    configuration for several servers would give all of them one model's name."""
+    try:
+        return local_folder(arguments.model_path, arguments.revision, arguments.download_dir)
+    except NotFound:
+        if given is None:
+            raise
+        return local_folder(given)
 
 
 def page_layout(pool: Any) -> Layout:

@@ -120,6 +120,16 @@ def canonical(model: Any, pool: Any = POOL) -> str:
     return identity_of(pool, CONFIG, model, lambda path: f"blake3:{path.name}").canonical()
 
 
+def test_the_option_says_where_the_files_are_only_if_sglang_does_not(
+    serve: Serve, folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"of another model")
+    assert serve(given=str(other)).folder == folder
+    assert serve(given=str(other), model_path="nobody/no-such-model").folder == other
+
+
 def test_a_page_is_one_plane_of_bytes() -> None:
     layout = page_layout(POOL)
     assert layout.size(8) == 16 * 512
