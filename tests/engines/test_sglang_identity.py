@@ -121,12 +121,13 @@ def canonical(model: Any, pool: Any = POOL) -> str:
 
 
 def test_the_option_says_where_the_files_are_only_if_sglang_does_not(
-    serve: Serve, folder: Path, tmp_path: Path
+    serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "model.safetensors").write_bytes(b"of another model")
     assert serve(given=str(other)).folder == folder
+    monkeypatch.setattr(sglang_files, "_loaded", {})
     assert serve(given=str(other), model_path="nobody/no-such-model").folder == other
 
 
