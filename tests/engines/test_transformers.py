@@ -357,5 +357,5 @@ def test_what_the_identity_differs_in_is_told(model: Any) -> None:
         Transformers(m).identity(64, lambda path: "").canonical()
         for m in (model, tiny_llama(rope_parameters=rope))
     )
-    assert differences(here, there)[0][0] == "overrides"
+    assert differences(here, there)[0][0] == "overrides.rope_parameters"
     assert ("rope.base", "10000.0", "20000.0") in differences(here, there)
