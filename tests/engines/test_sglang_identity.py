@@ -12,6 +12,7 @@ import pytest
 from kvsnap.engines import sglang_files
 from kvsnap.engines.sglang_identity import identity_of, page_layout, served_model
 from kvsnap.formats.errors import NotFound, Unsupported
+from tests.engines.sglang_arguments import ARGUMENTS
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,17 +22,6 @@ def arguments(folder: Path, **changed: Any) -> Any:
         "model_path": str(folder),
         "revision": None,
         "download_dir": None,
-        "enable_lora": None,
-        "lora_paths": None,
-        "speculative_algorithm": None,
-        "custom_weight_loader": None,
-        "dllm_algorithm": None,
-        "forward_hooks": None,
-        "kt_weight_path": None,
-        "modelopt_checkpoint_restore_path": None,
-        "weight_cache_mode": "off",
-        "checkpoint_engine_wait_weights_before_ready": False,
-        "load_format": "auto",
         "hicache_storage_backend": "dynamic",
         "attention_backend": "flashinfer",
         "deepep_dispatcher_output_dtype": "auto",
@@ -54,7 +44,7 @@ def arguments(folder: Path, **changed: Any) -> Any:
         "quantize_and_serve": False,
         "rl_quant_profile": None,
     }
-    return SimpleNamespace(**told | changed)
+    return SimpleNamespace(**ARGUMENTS | told | changed)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from kvsnap.engines.sglang_start import (
     read_options,
 )
 from kvsnap.formats.errors import Unsupported, UsageError
+from tests.engines.sglang_arguments import ARGUMENTS
 
 RELEASE = RELEASES[-1]
 
@@ -127,21 +128,6 @@ def test_pools_beside_that_of_plain_kv_are_refused_by_name() -> None:
     check_other_pools([])
     with pytest.raises(Unsupported, match="mamba, swa"):
         check_other_pools(["swa", "kv", "mamba"])
-
-
-ARGUMENTS = {
-    "enable_lora": False,
-    "lora_paths": None,
-    "speculative_algorithm": None,
-    "custom_weight_loader": None,
-    "dllm_algorithm": None,
-    "forward_hooks": None,
-    "kt_weight_path": None,
-    "modelopt_checkpoint_restore_path": None,
-    "weight_cache_mode": "off",
-    "checkpoint_engine_wait_weights_before_ready": False,
-    "load_format": "auto",
-}
 
 
 @pytest.mark.parametrize(
