@@ -39,7 +39,7 @@ def of_attention(version: int) -> list[bytes]:
         _filled([kind], [KvCells(n)], n) for kind in KV if kind.version == version for n in (5, 1)
     ]
     if version == 3:
-        data = (GOLDEN / "llamacpp" / "llama_cpp_seq_v3_q4_0_vt0.ggsq").read_bytes()
+        data = (GOLDEN / "foreign" / "llama_cpp_seq_v3_q4_0_vt0.ggsq").read_bytes()
         (tokens,) = struct.unpack_from("<I", data, 8)
         found.append(struct.pack("<Ii", STATE_MAGIC, 0) + data[12 + 4 * tokens :])
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SAMPLES = Path(__file__).parents[2] / "golden" / "llamacpp"
+SAMPLES = Path(__file__).parents[2] / "golden" / "foreign"
 HEAD = struct.pack("<Ii", 0xAF143CD8, 0)
 
 
@@ -28,7 +28,7 @@ class Sample:
 @pytest.fixture(scope="session")
 def sample() -> Callable[[str], Sample]:
     """A `ggsq` file, split: u32 magic | u32 version | u32 n | n words | STATE."""
-    expected = json.loads((SAMPLES / "expected.json").read_text("utf-8"))
+    expected = json.loads((SAMPLES / "expected.json").read_text("utf-8"))["files"]
 
     def read(name: str) -> Sample:
         data = (SAMPLES / name).read_bytes()

@@ -25,8 +25,10 @@ from kvsnap.formats.interchange.llamacpp_memory import KvCells, assemble_memory
 
 Sample = Any
 Read = Callable[[str], Sample]
-SAMPLES = Path(__file__).parents[2] / "golden" / "llamacpp"
-EXPECTED: dict[str, dict[str, Any]] = json.loads((SAMPLES / "expected.json").read_text("utf-8"))
+SAMPLES = Path(__file__).parents[2] / "golden" / "foreign"
+EXPECTED: dict[str, dict[str, Any]] = json.loads((SAMPLES / "expected.json").read_text("utf-8"))[
+    "files"
+]
 READABLE = [name for name in EXPECTED if "_v3_" in name or "_v4_" in name]
 WITH_VALUES = [name for name in READABLE if "rows_as_stored_f32_sha256" in EXPECTED[name]]
 
