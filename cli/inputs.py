@@ -39,13 +39,14 @@ _SOURCE = [
         help="A JSON list of token ids.",
     ),
 ]
+_MODEL = "The model: a GGUF file, or a folder of Hugging Face's form for transformers."
 _ENGINE = [
     click.option(
         "--model",
         metavar="M",
         required=True,
         type=click.Path(path_type=Path),
-        help="The model: a GGUF file, or a folder of Hugging Face's form for transformers.",
+        help=_MODEL,
     ),
     click.option(
         "--engine",
@@ -168,6 +169,13 @@ def _apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 source_options = _apply(_SOURCE)
 engine_options = _apply(_ENGINE)
+model_is_optional = _apply(
+    [
+        click.option("--model", metavar="M", type=click.Path(path_type=Path), help=_MODEL),
+        *_ENGINE[1:],
+    ]
+)
+"""The engine's options where a command needs no engine at times."""
 store_options = _apply(_STORE)
 
 

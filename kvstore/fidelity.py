@@ -15,7 +15,8 @@ from kvsnap.formats.codecs import Codec, get_codec
 from kvsnap.formats.codecs.escape import SINKS
 from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
 from kvsnap.formats.identity import EXACT, Identity, Root
-from kvsnap.formats.names import TokenIds
+from kvsnap.formats.layout import Rows
+from kvsnap.formats.names import TokenIds, common_prefix
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.store import Store
 from kvsnap.kvstore.why import stored_roots
@@ -28,7 +29,7 @@ def lossy_roots(store: Store, tenant: Tenant | None, identity: Identity) -> list
         with contextlib.suppress(KvsnapError):  # a file may claim any fidelity
             same = dataclasses.replace(identity, fidelity=root.fidelity).canonical()
             codec = get_codec(root.fidelity)
-            if same == root.identity and codec.lossy:
+            if same == root.identity and codec.lossy and not codec.of_one_session:
                 store.calibrations.prepare(codec)
                 found.append(root)
     return found
@@ -41,9 +42,10 @@ def codec_of_held(engine: Engine, held: int) -> Codec | None:
     if lossy is None or held <= lossy.start:
         return None
     try:
-        return get_codec(lossy.fidelity)
+        codec = get_codec(lossy.fidelity)
     except Unsupported:  # what an interrupted measurement left there
         return None
+    return None if codec.of_one_session else codec
 
 
 def usable_tokens(engine: Engine, held: int, root: Root) -> int:
@@ -56,14 +58,34 @@ def mark_lossy(engine: Engine, fidelity: str, landing: Landing, token_ids: Token
     """Before the rows of a landing are loaded as those of `token_ids`.
 
     Before, not after: a Ctrl-C in between must not leave lossy rows in the engine unmarked. The
-    first tokens of a sequence are exact in every codec, and tell nothing.
+    first tokens of a sequence are exact in every codec that compresses, and tell nothing.
     """
-    start = max(landing.start, SINKS)
+    start = max(landing.start, _exact_front(fidelity))
     if fidelity == EXACT or start >= len(token_ids):
         return
     digest = digest_of(engine.layout.of_blocks(landing.rows), start - landing.start)
     mark = LossyRows(fidelity, start, token_ids.copy(), digest)
     engine.marks = (*engine.marks, mark)[-MARKS:]
+
+
+def forget_doubts(engine: Engine, rows: Rows, token_ids: TokenIds) -> None:
+    """The engine's marks of unverified rows that are these, which were verified meanwhile."""
+
+    def are_these(mark: LossyRows) -> bool:
+        there = common_prefix(token_ids, mark.token_ids) > mark.start
+        return there and digest_of(rows, mark.start) == mark.digest
+
+    engine.marks = tuple(
+        mark for mark in engine.marks if _exact_front(mark.fidelity) or not are_these(mark)
+    )
+
+
+def _exact_front(fidelity: str) -> int:
+    """How many tokens of a sequence such rows have as the engine computed them."""
+    try:
+        return 0 if get_codec(fidelity).of_one_session else SINKS
+    except Unsupported:  # of a measurement
+        return SINKS
 
 
 def refuse_other_fidelity(engine: Engine, root: Root) -> None:

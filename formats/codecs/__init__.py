@@ -24,6 +24,8 @@ CODECS = {
     "q4": "kvsnap.formats.codecs.q4:Q4",
     "kvtc": "kvsnap.formats.codecs.kvtc:Kvtc",
 }
+_NOT_TO_CHOOSE = {"unverified": "kvsnap.formats.codecs.unverified:Unverified"}
+"""Codecs that say where rows come from: an import takes one, nobody compresses by it."""
 DEFAULT_CODEC = "zstd"
 ENTRY_POINTS = "kvsnap.codecs"
 MAX_TEXT = 1024
@@ -60,7 +62,8 @@ def known_codecs() -> list[str]:
 
 
 def _class_of(codec_id: str) -> type[Codec]:
-    places = [CODECS[codec_id]] if codec_id in CODECS else _other_places(codec_id)
+    own = CODECS | _NOT_TO_CHOOSE
+    places = [own[codec_id]] if codec_id in own else _other_places(codec_id)
     for module, _, name in (place.partition(":") for place in places):
         try:
             found = getattr(import_module(module), name)

@@ -41,6 +41,9 @@ class Codec(ABC):
     id: ClassVar[str]
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = False
+    """Its rows are not those that the engine computed, bit for bit: never under an exact root."""
+    of_one_session: ClassVar[bool] = False
+    """Of the lossy ones: only the session that was stored by it may restore its blocks."""
 
     @property
     def fidelity(self) -> str:

@@ -94,3 +94,5 @@ class Format:
     recognise: Callable[[Files], bool]
     read: Callable[[Files, Given], ForeignRows]
     write: Callable[[ForeignRows, Given], dict[str, bytes]] | None = None
+    order: str = HALVES
+    """Of K's elements, as `write` wants them."""

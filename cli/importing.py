@@ -1,0 +1,126 @@
+"""`kvsnap import` of another tool's file, as the command shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsnap.cli import units
+from kvsnap.cli.engine import Loaded, count_tokens, require_engine
+from kvsnap.cli.inputs import read_source
+from kvsnap.cli.main import App
+from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.interchange import FORMATS, get_format, recognise
+from kvsnap.formats.interchange.foreign import Files, Format, Given
+
+_GIVEN = {"block_tokens": "block", "chunk_tokens": "chunk", "page_layout": "page_layout"}
+"""Options of the command → what a reader calls them."""
+
+
+def import_foreign(
+    app: App, path: Path, name: str | None, tenant: Any, options: Mapping[str, Any]
+) -> None:
+    """Read, check, store, report."""
+    from kvsnap.kvstore.conversation import new_prompt
+    from kvsnap.kvstore.interchange.fitting import Target
+    from kvsnap.kvstore.interchange.gathering import digest_of, gather
+    from kvsnap.kvstore.interchange.importing import import_rows, token_ids_of
+
+    started = time.perf_counter()
+    if name is None:
+        raise UsageError("the new session has no name", "add --session NAME")
+    if options["model"] is None:
+        raise UsageError(
+            "a model is needed: what a file says of itself is not believed",
+            "give the model that it was made with: --model",
+        )
+    sources = (options[key] for key in ("prompt", "prompt_file", "messages", "token_ids"))
+    source = read_source(*sources)
+    files = gather(path)
+    found = _format_of(path, files, options["format_name"])
+    require_engine(options["engine"])
+    more = {new: options[old] for old, new in _GIVEN.items()} | {"batch_row": options["batch_row"]}
+    tokens = _most_tokens(options, source, lambda: found.read(files, Given(**more)).tokens)
+    settings = {**options, "codec": None}
+    loaded = Loaded(app, settings, tokens, name, tenant, saves=True)
+    try:
+        given = new_prompt(loaded.engine, source, answer=False) if source.given else None
+        ids = given.token_ids if given is not None else None
+        store = loaded.store
+        target = Target(loaded.engine.identity(store.block_size, store.file_digest))
+        rows = found.read(files, target.given(token_ids=ids, **more))
+        notes = given.notes(loaded.model) if given is not None else {"kind": "raw"}
+        notes |= {
+            "model": loaded.model,
+            "imported": {"format": found.name, "verified": not options["unverified"], **rows.told},
+        }
+        report = import_rows(
+            loaded.session,
+            rows,
+            token_ids_of(rows, ids),
+            source=digest_of(files),
+            whole=options["check_all"],
+            unverified=options["unverified"],
+            notes=notes,
+            step_done=app.out.say,
+        )
+    finally:
+        loaded.close()
+    if app.out.as_json:
+        app.out.json(
+            {
+                "session": report.saved.session,
+                "model": loaded.model,
+                "format": found.name,
+                "tokens": report.tokens,
+                "computed_tokens": report.computed_tokens,
+                "verified": report.verified,
+                "difference": report.difference,
+                "bound": report.bound,
+                "blocks": report.saved.blocks,
+                "blocks_written": report.saved.blocks_written,
+                "bytes_written": report.saved.bytes_written,
+                "fidelity": report.saved.fidelity,
+                "seconds": {
+                    "load_model": loaded.load_seconds,
+                    "total": time.perf_counter() - started,
+                },
+            }
+        )
+    app.out.text(
+        f"imported {units.count(report.tokens, 'token')} of {found.title} as"
+        f" {report.saved.session!r}: {report.saved.blocks_written} of"
+        f" {units.count(report.saved.blocks, 'block')} written"
+    )
+    if report.verified:
+        app.out.say(
+            f"verified: {report.computed_tokens} tokens computed, rows differ by at most"
+            f" {report.difference:.2g} (rounding: up to {report.bound:.2g})"
+        )
+    else:
+        app.out.warn("not verified: only this session uses these rows")
+
+
+def _format_of(path: Path, files: Files, name: str | None) -> Format:
+    if name is not None:
+        try:
+            return get_format(name)
+        except Unsupported as error:
+            raise UsageError(error.what, error.hint) from error
+    found = recognise(files)
+    if found is None:
+        raise Unsupported(
+            f"{path} is no file of a tool that kvsnap knows",
+            f"name its format, if it is one of these: --from {', '.join(FORMATS)}",
+        )
+    return found
+
+
+def _most_tokens(options: Mapping[str, Any], source: Any, in_file: Callable[[], int]) -> int:
+    """How long a context is needed, before the engine is loaded. A file that does not say it does not
+    hold its token ids either."""
+    if source.given:
+        return count_tokens(options["model"], source, options["engine"])
+    return in_file()

@@ -1,0 +1,1 @@
+"""Rows out of other tools' files into sessions, and back."""

@@ -1,0 +1,117 @@
+"""A stored session's rows into another tool's file. No engine is needed: identity and layout stand in
+the session's own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsnap.formats.errors import Damaged, NotFound, StoreError, UsageError
+from kvsnap.formats.identity import root_of
+from kvsnap.formats.interchange import get_format
+from kvsnap.formats.interchange.foreign import ForeignRows, Format
+from kvsnap.formats.session import SessionFile
+from kvsnap.formats.tenant import Tenant
+from kvsnap.kvstore.interchange.fitting import Target
+from kvsnap.kvstore.match import chain
+from kvsnap.kvstore.restore import read_blocks
+from kvsnap.kvstore.store import Store
+
+
+def writable(name: str) -> Format:
+    """The format of a name; `UsageError` where nothing reads what would be written."""
+    found = get_format(name)
+    if found.write is None:
+        raise UsageError(f"{found.title} cannot be written", "choose another format")
+    return found
+
+
+def export_files(
+    store: Store,
+    session: SessionFile,
+    tenant: Tenant | None,
+    to: Format,
+    options: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """The files of a session in another tool's form: relative path → content.
+
+    Raises `NotFound` where a block is not in the store any more, `Unsupported` or `UsageError` where the
+    format cannot hold the rows or must be told more.
+    """
+    target = Target(session.record.identity)
+    rows = session_rows(store, session, tenant, target, to.order)
+    assert to.write is not None
+    return to.write(rows, target.given(token_ids=session.record.token_ids, **options))
+
+
+def session_rows(
+    store: Store, session: SessionFile, tenant: Tenant | None, target: Target, order: str
+) -> ForeignRows:
+    """All rows of a stored session, blocks and tail, every check passed."""
+    record, layout = session.record, target.layout
+    root = root_of(record.identity, tenant)
+    if root.root_id != record.root_id:
+        raise UsageError(f"session {record.name!r} belongs to another tenant", "give its key")
+    tokens = len(record.token_ids)
+    if not tokens:
+        raise UsageError(f"session {record.name!r} holds no tokens", "there is nothing to export")
+    rows = layout.empty(tokens)
+    wanted = chain(list(record.chain), record.token_ids, record.block_size)
+    again = "resume the session once: what is missing is computed and stored again"
+    with store.holds.lease() as lease:
+        if wanted:
+            lease.keep(wanted[-1].name)
+        stop = record.tail_start
+        reached, miss = read_blocks(store.blocks, root, wanted, layout, rows, 0, stop)
+        if miss is not None:
+            raise NotFound(
+                f"tokens {reached} to {stop} of the session cannot be had: {miss}", again
+            )
+    try:
+        tail = store.sessions.tail_rows(session)
+    except Damaged as error:
+        raise NotFound(f"the session's tail cannot be had: {error.what}", again) from error
+    for name, array in tail.items():
+        rows[name][:, stop:] = array
+    return target.give(rows, record.token_ids, order)
+
+
+def write_files(files: Mapping[str, bytes], out: Path, *, force: bool = False) -> None:
+    """Put one file at `out`, or a folder of several: whole or not at all.
+
+    Everything is written beside it first, and renamed: a llama-server that reads a slot file which is
+    half there aborts, and vLLM's connector takes a folder for whole as soon as it stands."""
+    if not force and os.path.lexists(out):
+        raise UsageError(f"{out} is there already", "choose another name, or --force")
+    beside = out.with_name(f".{out.name[:200]}.{secrets.token_hex(4)}.unfinished")
+    single = len(files) == 1 and "/" not in next(iter(files))
+    try:
+        if single:
+            _write(beside, next(iter(files.values())))
+            os.replace(beside, out)
+            return
+        for name, data in files.items():
+            _write(beside.joinpath(*name.split("/")), data)
+        if force and out.is_dir() and not out.is_symlink():
+            shutil.rmtree(out)
+        os.replace(beside, out)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {out}: {error.strerror}", "check the path and the space on the disk"
+        ) from error
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        beside.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,94 @@
+"""Whether rows from elsewhere are those that an engine computes itself, within its own rounding.
+
+No two runs of an engine round alike: other batches, another build, another machine. How far they part
+is measured where it matters: the same tokens in one batch, and one by one. On the bundled model (Q4_1
+weights) a token's rows differ by up to 0.07 of their length that way, those of a llama-server of another
+build by 0.09; rows that are one position off, or in another order, differ by 0.7 and more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsnap.engines.base import Engine
+from kvsnap.formats.interchange.ggml_values import unrotated, values
+from kvsnap.formats.layout import Array, Rows
+from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore.interchange.fitting import Target
+
+ALONE = 16
+"""Tokens that are evaluated one by one to measure rounding; a large model takes a second for them."""
+_FACTOR = 4.0
+"""Rounding of another build may be so much larger than what is measured here."""
+_LARGEST = 0.35
+"""Half of what the least wrong rows differ by, whatever was measured."""
+_STEP = {"f32": 2.0**-13, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-6}
+_COARSE = 2.0**-3
+"""What storing a row rounds it by, of its length; of the types of four and five bits."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a token's rows, of the typical length of such rows in that layer."""
+
+    size: float
+    plane: str
+    layer: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"{self.size:.2g} in layer {self.layer} of {self.plane}, token {self.token}"
+
+
+class Rounding:
+    """Of one engine; `bound` is up to what rows count as the same."""
+
+    def __init__(self, engine: Engine, target: Target) -> None:
+        self._engine, self._target = engine, target
+        self.measured = 0.0
+
+    @property
+    def step(self) -> float:
+        """What storing the rows may round them by, a few times over."""
+        return 4 * max(_STEP.get(kind, _COARSE) for kind in self._target.types.values())
+
+    @property
+    def bound(self) -> float:
+        return min(_LARGEST, _FACTOR * self.measured + self.step)
+
+    def computed(self, ids: TokenIds, start: int) -> Rows:
+        """What the engine computes at positions `start`.. of `ids`, on top of the `start` tokens that
+        it holds, in one batch; and once more with the first tokens one by one, to measure with."""
+        engine = self._engine
+        for number in range(start, min(start + ALONE, len(ids))):
+            engine.evaluate(ids[number : number + 1])
+        alone = engine.export(start, min(start + ALONE, len(ids)))
+        engine.truncate(start)
+        engine.evaluate(ids[start:])
+        rows = engine.export(start, len(ids))
+        front = {name: array[:, : alone[name].shape[1]] for name, array in rows.items()}
+        self.measured = max(self.measured, self.difference(alone, front, start).size)
+        return rows
+
+    def difference(self, found: Rows, wanted: Rows, start: int) -> Difference:
+        """The largest one. Not a number anywhere: infinite."""
+        largest = Difference(0.0, "", 0, start)
+        for name in wanted:
+            one, other = self.values(name, found[name]), self.values(name, wanted[name])
+            with np.errstate(over="ignore", invalid="ignore"):
+                lengths = np.median(np.linalg.norm(other, axis=2), axis=1)
+                parted = np.linalg.norm(one - other, axis=2) / np.maximum(lengths, 1e-20)[:, None]
+            parted = np.where(np.isfinite(parted), parted, np.inf)
+            layer, token = np.unravel_index(int(parted.argmax()), parted.shape)
+            if parted[layer, token] > largest.size:
+                largest = Difference(
+                    float(parted[layer, token]), name, int(layer), start + int(token)
+                )
+        return largest
+
+    def values(self, name: str, rows: Array) -> Array:
+        """float32, as the engine attends to them: not rotated."""
+        found = values(rows, self._target.types[name])
+        return unrotated(found, self._target.rotation[name.endswith(".v")])
