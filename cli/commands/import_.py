@@ -35,6 +35,7 @@ Examples:
     "format_name",
     metavar="FORMAT",
     help="Another tool's file or folder: llama.cpp, llama.cpp-session, llama-server, mlx-lm,"
+    " mlx-lm-0.31,"
     " transformers, safetensors, vllm-example, sglang, lmcache or quant.cpp. Default: what the file"
     " itself says.",
 )

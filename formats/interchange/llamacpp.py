@@ -241,6 +241,8 @@ def _positions(reader: Reader, cells: int, extension_words: int) -> np.ndarray:
     table = np.frombuffer(reader.bytes(4 * words * cells), "<i4").reshape(cells, words)
     if not (table[:, 1] == n_seq).all():
         raise Damaged("the state's cells differ in their number of sequence ids")
+    if n_seq and not (table[:, -1] == table[0, -1]).all():
+        raise Unsupported("cells of several sequences are not one sequence's state")
     return table[:, 0].astype(np.int64)
 
 

@@ -22,10 +22,11 @@ def is_portable(path: Path) -> bool:
     """Whether a path is what `kvsnap export` writes: a tar file. What is not there counts as one, for
     the error that it gets."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for a writer
+            return False
         with path.open("rb") as file:
             return file.read(263)[257:] == b"ustar\0"
-    except IsADirectoryError:
-        return False
     except OSError:
         return True
 

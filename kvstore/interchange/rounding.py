@@ -1,9 +1,11 @@
 """Whether rows from elsewhere are those that an engine computes itself, within its own rounding.
 
 No two runs of an engine round alike: other batches, another build, another machine. How far they part
-is measured where it matters: the same tokens in one batch, and one by one. On the bundled model (Q4_1
-weights) a token's rows differ by up to 0.07 of their length that way, those of a llama-server of another
-build by 0.09; rows that are one position off, or in another order, differ by 0.7 and more.
+is measured where it matters: the same tokens in one batch, one by one, and on top of rows that are moved
+by a thousandth. That last one is for weights of few bits: there llama.cpp quantizes activations, too, and
+the least change decides otherwise which way they are rounded. On the bundled model (Q4_1 weights) a token's
+rows differ by up to 0.09 of their length that way, as much as those of a llama-server of another build or
+of transformers; rows that are one position off, or in another order, differ by 0.7 and more.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from kvsnap.engines.base import Engine
 from kvsnap.formats.interchange.ggml_values import unrotated, values
 from kvsnap.formats.layout import Array, Rows
 from kvsnap.formats.names import TokenIds
+from kvsnap.kvstore.fidelity import mark_lossy
 from kvsnap.kvstore.interchange.fitting import Target
+from kvsnap.kvstore.measure.live import MEASURED
 
 ALONE = 16
-"""Tokens that are evaluated one by one to measure rounding; a large model takes a second for them."""
+"""Tokens that are evaluated one by one to measure rounding, a large model takes a second for them; and
+whose rows are moved."""
+_MOVED = 2.0**-10
 _FACTOR = 4.0
 """Rounding of another build may be so much larger than what is measured here."""
 _LARGEST = 0.35
@@ -60,17 +66,33 @@ class Rounding:
 
     def computed(self, ids: TokenIds, start: int) -> Rows:
         """What the engine computes at positions `start`.. of `ids`, on top of the `start` tokens that
-        it holds, in one batch; and once more with the first tokens one by one, to measure with."""
-        engine = self._engine
-        for number in range(start, min(start + ALONE, len(ids))):
+        it holds, in one batch; and what is needed to measure with. The engine holds no more afterwards."""
+        engine, stop = self._engine, min(start + ALONE, len(ids))
+        for number in range(start, stop):
             engine.evaluate(ids[number : number + 1])
-        alone = engine.export(start, min(start + ALONE, len(ids)))
+        alone = engine.export(start, stop)
         engine.truncate(start)
         engine.evaluate(ids[start:])
         rows = engine.export(start, len(ids))
-        front = {name: array[:, : alone[name].shape[1]] for name, array in rows.items()}
-        self.measured = max(self.measured, self.difference(alone, front, start).size)
+        front, rest = _divided(rows, stop - start)
+        self._measure(alone, front, start)
+        if stop < len(ids):
+            self._put_moved(front, ids[:stop], start)
+            engine.evaluate(ids[stop:])
+            self._measure(engine.export(stop, len(ids)), rest, stop)
+        engine.truncate(start)
         return rows
+
+    def _measure(self, found: Rows, wanted: Rows, start: int) -> None:
+        self.measured = max(self.measured, self.difference(found, wanted, start).size)
+
+    def _put_moved(self, rows: Rows, ids: TokenIds, start: int) -> None:
+        self._engine.truncate(start)
+        landing = self._engine.landing(len(ids), start)
+        for name, array in landing.rows.items():
+            array[...] = _moved(rows[name], self._target.types[name])
+        mark_lossy(self._engine, MEASURED, landing, ids)
+        self._engine.load(landing, ids)
 
     def difference(self, found: Rows, wanted: Rows, start: int) -> Difference:
         """The largest one. Not a number anywhere: infinite."""
@@ -92,3 +114,19 @@ class Rounding:
         """float32, as the engine attends to them: not rotated."""
         found = values(rows, self._target.types[name])
         return unrotated(found, self._target.rotation[name.endswith(".v")])
+
+
+def _divided(rows: Rows, tokens: int) -> tuple[Rows, Rows]:
+    front = {name: array[:, :tokens] for name, array in rows.items()}
+    return front, {name: array[:, tokens:] for name, array in rows.items()}
+
+
+def _moved(rows: Array, kind: str) -> Array:
+    """Every element a thousandth larger; of quantized types, which have no such step, as they are."""
+    floats = {"f32": np.float32, "f16": np.float16}
+    if kind in floats:
+        larger = values(rows, kind) * np.float32(1 + _MOVED)
+        return larger.astype(floats[kind]).view(rows.dtype)
+    if kind == "bf16":
+        return rows ^ 1
+    return rows
