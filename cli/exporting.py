@@ -31,8 +31,8 @@ def export_foreign(
         raise UsageError(error.what, error.hint) from error
     with app.store() as store:
         found = store.find_session(session, tenant)
-        files = export_files(store, found, tenant, to, options)
-        write_files(files, out, force=force)
+        files, tokens = export_files(store, found, tenant, to, options)
+        write_files(files, out, as_folder=to.is_folder, force=force)
     record = found.record
     if record.fidelity != EXACT:
         app.out.warn(f"its rows are of fidelity {record.fidelity}: the file does not say so")
@@ -42,13 +42,13 @@ def export_foreign(
             {
                 "session": session,
                 "format": to.name,
-                "tokens": len(record.token_ids),
+                "tokens": tokens,
                 "files": len(files),
                 "bytes": size,
                 "fidelity": record.fidelity,
             }
         )
     app.out.text(
-        f"exported {units.count(len(record.token_ids), 'token')} of {session!r} to {out}:"
+        f"exported {units.count(tokens, 'token')} of {session!r} to {out}:"
         f" {to.title}, {units.count(len(files), 'file')}, {units.size(size)}"
     )

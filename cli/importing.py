@@ -15,7 +15,13 @@ from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.interchange import FORMATS, get_format, recognise
 from kvsnap.formats.interchange.foreign import Files, Format, Given
 
-_GIVEN = {"block_tokens": "block", "chunk_tokens": "chunk", "page_layout": "page_layout"}
+_GIVEN = {
+    "batch_row": "batch_row",
+    "block_tokens": "block",
+    "chunk_tokens": "chunk",
+    "model_name": "model_name",
+    "page_layout": "page_layout",
+}
 """Options of the command → what a reader calls them."""
 
 
@@ -25,7 +31,7 @@ def import_foreign(
     """Read, check, store, report."""
     from kvsnap.kvstore.conversation import new_prompt
     from kvsnap.kvstore.interchange.fitting import Target
-    from kvsnap.kvstore.interchange.gathering import digest_of, gather
+    from kvsnap.kvstore.interchange.gathering import OnDisk
     from kvsnap.kvstore.interchange.importing import import_rows, token_ids_of
 
     started = time.perf_counter()
@@ -38,10 +44,10 @@ def import_foreign(
         )
     sources = (options[key] for key in ("prompt", "prompt_file", "messages", "token_ids"))
     source = read_source(*sources)
-    files = gather(path)
-    found = _format_of(path, files, options["format_name"])
+    files = OnDisk(path)
+    found = _format_of(path, files.heads(), options["format_name"])
     require_engine(options["engine"])
-    more = {new: options[old] for old, new in _GIVEN.items()} | {"batch_row": options["batch_row"]}
+    more = {new: options[old] for old, new in _GIVEN.items()}
     tokens = _most_tokens(options, source, lambda: found.read(files, Given(**more)).tokens)
     settings = {**options, "codec": None}
     loaded = Loaded(app, settings, tokens, name, tenant, saves=True)
@@ -60,7 +66,7 @@ def import_foreign(
             loaded.session,
             rows,
             token_ids_of(rows, ids),
-            source=digest_of(files),
+            source=files.digest(),
             whole=options["check_all"],
             unverified=options["unverified"],
             notes=notes,
@@ -112,8 +118,8 @@ def _format_of(path: Path, files: Files, name: str | None) -> Format:
     found = recognise(files)
     if found is None:
         raise Unsupported(
-            f"{path} is no file of a tool that kvsnap knows",
-            f"name its format, if it is one of these: --from {', '.join(FORMATS)}",
+            f"{path} is nothing that kvsnap knows by its names and first bytes",
+            f"kvsnap doctor {path} says what is there; or name it: --from {', '.join(FORMATS)}",
         )
     return found
 

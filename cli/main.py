@@ -21,7 +21,7 @@ COMMANDS = {
     "bench": "Measure this machine.",
     "calibrate": "Teach codec kvtc a model.",
     "demo": "The whole job on the bundled model, with its timings.",
-    "doctor": "Say what is wrong with the store or the engines, and what to do.",
+    "doctor": "What is wrong with the store, the engines or another tool's folder.",
     "explain": "Why a prompt would hit or miss, token by token at the break.",
     "export": "Write a session into one file, or into another tool's.",
     "gc": "Evict the least recently used blocks, and clean up.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import click
 
@@ -10,6 +11,7 @@ from kvsnap.cli.main import App
 
 
 @click.command("doctor")
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--engine",
     type=click.Choice(["llama.cpp", "transformers", "vllm", "sglang"]),
@@ -18,16 +20,24 @@ from kvsnap.cli.main import App
     help="Which engine to look at: whether what is installed here fits.",
 )
 @click.pass_context
-def command(ctx: click.Context, engine: str) -> int:
+def command(ctx: click.Context, folder: Path | None, engine: str) -> int:
     """Say what is wrong with the store or an engine, and what to do. Nothing is changed.
 
     Of blocks of one model that do not serve one another (another engine, a server that was started
     otherwise) it says in which fields they differ. Exit code 1 if there is a problem.
-    """
-    from kvsnap.kvstore.doctor import examine
 
+    With DIR, a folder where another tool keeps KV caches (vLLM, SGLang, LMCache, llama-server, mlx-lm,
+    transformers): what it is, of which models, which files are cut, and how to import from it.
+    """
     app: App = ctx.obj
-    findings = list(examine(app.store_path, app.settings.get("capacity"), engine))
+    if folder is not None:
+        from kvsnap.kvstore.foreign_folders import examine_folder
+
+        findings = list(examine_folder(folder.expanduser()))
+    else:
+        from kvsnap.kvstore.doctor import examine
+
+        findings = list(examine(app.store_path, app.settings.get("capacity"), engine))
     if app.out.as_json:
         app.out.json([dataclasses.asdict(finding) for finding in findings])
     for finding in findings:

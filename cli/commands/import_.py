@@ -66,6 +66,9 @@ Examples:
 )
 @click.option("--page-layout", metavar="L", help="SGLang: hicache_mem_layout.")
 @click.option(
+    "--model-name", metavar="NAME", help="SGLang, LMCache: whose files, of several models'."
+)
+@click.option(
     "--batch-row", metavar="N", type=click.IntRange(0), help="Which sequence of a batch to take."
 )
 @source_options

@@ -96,3 +96,5 @@ class Format:
     write: Callable[[ForeignRows, Given], dict[str, bytes]] | None = None
     order: str = HALVES
     """Of K's elements, as `write` wants them."""
+    is_folder: bool = False
+    """Whether what is written is a folder of files, whose names tell something."""

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvsnap.formats.errors import Damaged, NotFound, StoreError, UsageError
 from kvsnap.formats.identity import root_of
 from kvsnap.formats.interchange import get_format
-from kvsnap.formats.interchange.foreign import ForeignRows, Format
+from kvsnap.formats.interchange.foreign import ForeignRows, Format, Given
 from kvsnap.formats.session import SessionFile
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.interchange.fitting import Target
@@ -36,8 +38,9 @@ def export_files(
     tenant: Tenant | None,
     to: Format,
     options: Mapping[str, Any],
-) -> dict[str, bytes]:
-    """The files of a session in another tool's form: relative path → content.
+) -> tuple[dict[str, bytes], int]:
+    """The files of a session in another tool's form, relative path → content, and how many tokens are
+    in them: formats of pages hold whole ones. They were read once by kvsnap's own reader.
 
     Raises `NotFound` where a block is not in the store any more, `Unsupported` or `UsageError` where the
     format cannot hold the rows or must be told more.
@@ -45,7 +48,23 @@ def export_files(
     target = Target(session.record.identity)
     rows = session_rows(store, session, tenant, target, to.order)
     assert to.write is not None
-    return to.write(rows, target.given(token_ids=session.record.token_ids, **options))
+    given = target.given(token_ids=session.record.token_ids, **options)
+    files = to.write(rows, given)
+    if not files:
+        raise UsageError(
+            f"session {session.record.name!r} has {rows.tokens} tokens, which fill no page of {to.title}",
+            "export a longer one",
+        )
+    return files, _tokens_in(files, rows, to, given)
+
+
+def _tokens_in(files: Mapping[str, bytes], rows: ForeignRows, to: Format, given: Given) -> int:
+    """As the reader of the format finds them. Some tools abort on a file that is not right."""
+    found = to.read({name: memoryview(data) for name, data in files.items()}, given)
+    for read, written in zip((*found.k, *found.v), (*rows.k, *rows.v), strict=True):
+        if not np.array_equal(read, written[: found.tokens]):
+            raise AssertionError(f"{to.name} does not read back what it wrote")
+    return found.tokens
 
 
 def session_rows(
@@ -80,18 +99,20 @@ def session_rows(
     return target.give(rows, record.token_ids, order)
 
 
-def write_files(files: Mapping[str, bytes], out: Path, *, force: bool = False) -> None:
-    """Put one file at `out`, or a folder of several: whole or not at all.
+def write_files(
+    files: Mapping[str, bytes], out: Path, *, as_folder: bool, force: bool = False
+) -> None:
+    """Put one file at `out`, or a folder of files: whole or not at all.
 
     Everything is written beside it first, and renamed: a llama-server that reads a slot file which is
     half there aborts, and vLLM's connector takes a folder for whole as soon as it stands."""
     if not force and os.path.lexists(out):
         raise UsageError(f"{out} is there already", "choose another name, or --force")
     beside = out.with_name(f".{out.name[:200]}.{secrets.token_hex(4)}.unfinished")
-    single = len(files) == 1 and "/" not in next(iter(files))
     try:
-        if single:
-            _write(beside, next(iter(files.values())))
+        if not as_folder:
+            (data,) = files.values()
+            _write(beside, data)
             os.replace(beside, out)
             return
         for name, data in files.items():
