@@ -67,7 +67,7 @@ Examples:
 )
 @click.option("--page-layout", metavar="L", help="SGLang: hicache_mem_layout.")
 @click.option(
-    "--model-name", metavar="NAME", help="SGLang, LMCache: as the server was told to load it."
+    "--model-name", metavar="NAME", help="SGLang, LMCache, mlx-lm: as the tool was told to load it."
 )
 @sign_option
 @encrypt_option

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvsnap.formats.errors import UsageError
 from kvsnap.formats.layout import Array
 from kvsnap.formats.names import TokenIds
 
@@ -98,3 +99,10 @@ class Format:
     """Of K's elements, as `write` wants them."""
     is_folder: bool = False
     """Whether what is written is a folder of files, whose names tell something."""
+
+
+def only(files: Files) -> memoryview:
+    """The one file of a format that has one."""
+    if len(files) != 1:
+        raise UsageError(f"this format is one file, not {len(files)}", "name the file itself")
+    return next(iter(files.values())).cast("B")

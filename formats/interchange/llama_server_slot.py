@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given, only
 from kvsnap.formats.interchange.llamacpp import (
     SUPPORTED_VERSIONS,
     State,
@@ -40,7 +40,6 @@ from kvsnap.formats.interchange.llamacpp_files import (
     SEQUENCE_MAGIC,
     is_packed,
     is_packed_sequence,
-    only,
     read_head,
 )
 from kvsnap.formats.interchange.llamacpp_rows import (

@@ -30,7 +30,7 @@ import struct
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, KvsnapError, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given, only
 from kvsnap.formats.interchange.llamacpp import State, kv_size, parse_sequence, write_kv
 from kvsnap.formats.interchange.llamacpp_rows import fill, foreign_rows, ids_for, ids_of, kind_of
 from kvsnap.formats.interchange.state_bytes import Reader, Writer
@@ -51,13 +51,6 @@ def read_head(reader: Reader, magic: int) -> tuple[int, Array, memoryview]:
         raise Damaged(f"this kind of llama.cpp file starts with {magic:#x}, not {found:#x}")
     words = np.frombuffer(reader.bytes(4 * count), "<i4")
     return version, words, reader.buffer[reader.at :]
-
-
-def only(files: Files) -> memoryview:
-    """The one file of a format that has one."""
-    if len(files) != 1:
-        raise UsageError(f"this format is one file, not {len(files)}", "name the file itself")
-    return next(iter(files.values())).cast("B")
 
 
 def is_packed(words: Array) -> bool:

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given, only
 from kvsnap.formats.interchange.heads_first import (
     SAFETENSORS_TYPES,
     Pairs,
@@ -29,7 +29,6 @@ from kvsnap.formats.interchange.heads_first import (
     pairs_of,
     rows_of,
 )
-from kvsnap.formats.interchange.llamacpp_files import only
 from kvsnap.formats.interchange.mlx_quantized import dequantized, in_type
 from kvsnap.formats.interchange.mlx_states import (
     NEW,

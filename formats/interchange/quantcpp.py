@@ -24,8 +24,7 @@ import struct
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given
-from kvsnap.formats.interchange.llamacpp_files import only
+from kvsnap.formats.interchange.foreign import GGUF, Files, ForeignRows, Format, Given, only
 from kvsnap.formats.names import token_array
 
 _MAGIC = b"QKVC"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from kvsnap.formats.errors import Damaged
-from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given, only
 from kvsnap.formats.interchange.heads_first import (
     SAFETENSORS_TYPES,
     Pairs,
@@ -21,7 +21,6 @@ from kvsnap.formats.interchange.heads_first import (
     pairs_of,
     rows_of,
 )
-from kvsnap.formats.interchange.llamacpp_files import only
 from kvsnap.formats.interchange.safetensors_file import (
     parse_tensors,
     peek_header,

@@ -23,9 +23,8 @@ import reprlib
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given, only
 from kvsnap.formats.interchange.heads_first import ITEM_BYTES, Pairs, one_type, pairs_of, rows_of
-from kvsnap.formats.interchange.llamacpp_files import only
 from kvsnap.formats.interchange.pickle_reader import Stub
 from kvsnap.formats.interchange.torch_save import Tensor, save
 from kvsnap.formats.interchange.torch_tensors import CACHE, LAYER, TorchTensor, read_torch
