@@ -31,7 +31,7 @@ def command(ctx: click.Context, folder: Path | None, engine: str) -> int:
     """
     app: App = ctx.obj
     if folder is not None:
-        from kvsnap.kvstore.foreign_folders import examine_folder
+        from kvsnap.kvstore.interchange.folders import examine_folder
 
         findings = list(examine_folder(folder.expanduser()))
     else:

@@ -92,16 +92,17 @@ def _read(files: Files, given: Given) -> ForeignRows:
     keys = chunk_keys(ids, chunk)
     count = check_chain(keys, [key in chunks for key in keys], chunk, "chunk")
     size = 2 * layers * chunk * heads * dim * wide
-    for number, key in enumerate(keys):
-        if len(chunks[key]) != size:
+    contents = [files[chunks[key]].cast("B") for key in keys]
+    for number, content in enumerate(contents):
+        if len(content) != size:
             raise Damaged(
-                f"chunk {number} has {len(chunks[key])} bytes, where {layers} layers, {heads} heads"
+                f"chunk {number} has {len(content)} bytes, where {layers} layers, {heads} heads"
                 f" of {dim}, {chunk} tokens and {given.dtype} take {size}",
                 "give what the engine ran with; if the other chunks fit, this one is cut",
             )
     planes = np.empty((2, layers, count * chunk, heads, dim), f"<u{wide}")
-    for number, key in enumerate(keys):
-        slots = np.frombuffer(chunks[key], f"<u{wide}").reshape(layers, chunk, heads, 2 * dim)
+    for number, content in enumerate(contents):
+        slots = np.frombuffer(content, f"<u{wide}").reshape(layers, chunk, heads, 2 * dim)
         part = slice(number * chunk, (number + 1) * chunk)
         for layer in range(layers):
             planes[0, layer, part], planes[1, layer, part] = from_slots(slots[layer], block)
@@ -132,10 +133,11 @@ def _chunk_and_block(given: Given) -> tuple[int, int]:
     return chunk, block
 
 
-def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, memoryview]]:
-    """Chunks by their hash, of the model that was given, or of the only one there."""
-    found: dict[tuple[str, str], dict[str, memoryview]] = {}
-    for path, content in files.items():
+def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, str]]:
+    """Hash of a chunk → its path, of the model that was given, or of the only one there. Names alone
+    are looked at: a server's folder holds the chunks of many prompts."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for path in files:
         name = chunk_name(path.rpartition("/")[2])
         if name is None or given.model_name not in (None, name.model):
             continue
@@ -146,10 +148,10 @@ def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, memoryview
             )
         if name.group:
             raise Unsupported("chunks of several object groups: layers that keep unlike things")
-        found.setdefault((name.model, name.salt), {})[name.key] = content.cast("B")
+        found.setdefault((name.model, name.salt), {})[name.key] = path
     if len(found) > 1:
         names = ", ".join(repr(model[:64]) for model in sorted({model for model, _ in found})[:5])
-        hint = "give model_name, and leave out the files of other salts (the last part of the name)"
+        hint = "give model_name (--model-name), or leave out the files of other salts (the last part of the name)"
         raise UsageError(f"chunks of {len(found)} models or salts: {names}", hint)
     if not found:
         raise UsageError("none of these files is a chunk of that model", "give its folder and name")

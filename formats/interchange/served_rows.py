@@ -159,7 +159,9 @@ def _shape(rows: ForeignRows, given: Given) -> tuple[int, int]:
 def safe_model(name: str | None, slash: str, forbidden: str = "") -> str:
     """A model's name as it stands in a file's: `slash` for each `/`. Raises `UsageError`."""
     if not name:
-        raise UsageError(f"{_MEANING['model_name']} stands in the files' names", "give model_name")
+        raise UsageError(
+            f"{_MEANING['model_name']} stands in the files' names", "give --model-name"
+        )
     safe = name.replace("/", slash)
     if not safe.isprintable() or any(sign in safe for sign in forbidden) or len(safe) > 128:
         raise UsageError(f"{name!r} cannot stand in the name of a file of this engine")

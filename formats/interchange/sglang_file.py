@@ -109,19 +109,20 @@ def _read(files: Files, given: Given) -> ForeignRows:
     keys = page_keys(ids, page)
     count = check_chain(keys, [key in pages for key in keys], page, "page")
     size = 2 * layers * page * heads * dim * wide
-    for number, key in enumerate(keys):
-        if len(pages[key]) != size:
+    contents = [files[pages[key]].cast("B") for key in keys]
+    for number, content in enumerate(contents):
+        if len(content) != size:
             raise Damaged(
-                f"page {number} has {len(pages[key])} bytes, where {layers} layers, {heads} heads of"
+                f"page {number} has {len(content)} bytes, where {layers} layers, {heads} heads of"
                 f" {dim}, {page} tokens and {given.dtype} take {size}",
                 "give what the engine ran with; if the other pages fit, this one is cut",
             )
     sizes = {"l": layers, "p": page, "h": heads, "d": dim}
     planes = np.empty((2, layers, count * page, heads, dim), f"<u{wide}")
-    for number, key in enumerate(keys):
-        content = np.frombuffer(pages[key], f"<u{wide}").reshape(2, *(sizes[a] for a in axes))
-        order = [0, *(1 + axes.index(axis) for axis in "lphd")]
-        planes[:, :, number * page : (number + 1) * page] = content.transpose(order)
+    order = [0, *(1 + axes.index(axis) for axis in "lphd")]
+    for number, content in enumerate(contents):
+        rows = np.frombuffer(content, f"<u{wide}").reshape(2, *(sizes[axis] for axis in axes))
+        planes[:, :, number * page : (number + 1) * page] = rows.transpose(order)
     told = {"model": model, "pages": str(count)}
     if len(pages) > count:
         told["other pages"] = str(len(pages) - count)
@@ -148,11 +149,12 @@ def _axes(given: Given) -> str:
     return _ORDERS[layout]
 
 
-def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, memoryview]]:
-    """Pages by their hash, of the model that was given, or of the only one there."""
+def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, str]]:
+    """Hash of a page → its path, of the model that was given, or of the only one there. Names alone
+    are looked at: a server's folder holds the pages of many prompts."""
     wanted = None if given.model_name is None else safe_model(given.model_name, "-")
-    found: dict[str, dict[str, memoryview]] = {}
-    for path, content in files.items():
+    found: dict[str, dict[str, str]] = {}
+    for path in files:
         name = page_name(path.rpartition("/")[2])
         if name is None or wanted not in (None, name.model):
             continue
@@ -168,10 +170,10 @@ def _of_one_model(files: Files, given: Given) -> tuple[str, dict[str, memoryview
                 "pages of one of several ranks hold a part of the heads or layers",
                 "only pages of an engine on one device can be read",
             )
-        found.setdefault(name.model, {})[name.key] = content.cast("B")
+        found.setdefault(name.model, {})[name.key] = path
     if len(found) > 1:
         names = ", ".join(repr(name[:64]) for name in sorted(found)[:5])
-        raise UsageError(f"pages of {len(found)} models: {names}", "give model_name")
+        raise UsageError(f"pages of {len(found)} models: {names}", "give model_name (--model-name)")
     if not found:
         raise UsageError(
             "none of these files is a page of that model" if wanted else "none of these is a page",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
 from kvsnap.formats.interchange.foreign import HALVES, Files, ForeignRows, Format, Given
@@ -69,8 +69,8 @@ def _recognise(files: Files) -> bool:
 
 def _read(files: Files, given: Given) -> ForeignRows:
     block = given_size(given, "block")
-    folder, layers = _one_folder(files, given)
-    tensors = _in_order({name: _tensor(name, content) for name, content in layers.items()}, given)
+    folder, paths = _one_folder(files, given)
+    tensors = [_tensor(path, files[path]) for path in _in_order(paths, given)]
     dtype, shape = tensors[0].dtype, tensors[0].shape
     if any((tensor.dtype, tensor.shape) != (dtype, shape) for tensor in tensors):
         raise Damaged("the layers differ in shape or type", "take a folder that is whole")
@@ -101,21 +101,21 @@ def _read(files: Files, given: Given) -> ForeignRows:
     )
 
 
-def _one_folder(files: Files, given: Given) -> tuple[str, dict[str, memoryview]]:
-    """The folder's name, empty where it is lost, and its files. Of several the one of the given ids."""
-    folders: dict[str, dict[str, memoryview]] = {}
-    for path, content in files.items():
-        folder, _, name = path.rpartition("/")
-        if name.endswith(SUFFIX):
-            folders.setdefault(folder, {})[name] = content
+def _one_folder(files: Files, given: Given) -> tuple[str, list[str]]:
+    """The folder's name, empty where it is lost, and the paths in it. Of several the one of the given
+    ids; the others' files are not touched."""
+    folders: dict[str, list[str]] = {}
+    for path in files:
+        if path.endswith(SUFFIX):
+            folders.setdefault(path.rpartition("/")[0], []).append(path)
     if not folders:
         raise UsageError("none of these files is a layer's", f"a layer's file ends in {SUFFIX}")
     if len(folders) > 1:
         chosen = _folder_of(set(folders), given)
         folders = {chosen: folders[chosen]}
-    ((folder, layers),) = folders.items()
+    ((folder, paths),) = folders.items()
     folder = folder.rpartition("/")[2]
-    return (folder if _FOLDER.fullmatch(folder) else ""), layers
+    return (folder if _FOLDER.fullmatch(folder) else ""), paths
 
 
 def _folder_of(folders: set[str], given: Given) -> str:
@@ -140,17 +140,18 @@ def _folder_of(folders: set[str], given: Given) -> str:
     return found
 
 
-def _in_order(layers: Mapping[str, ForeignTensor], given: Given) -> list[ForeignTensor]:
+def _in_order(paths: Sequence[str], given: Given) -> list[str]:
     """Layers 0 to the last one, each once, of one kind of name."""
-    found: dict[int, ForeignTensor] = {}
+    found: dict[int, str] = {}
     kinds = set()
-    for name, tensor in layers.items():
+    for path in paths:
+        name = path.rpartition("/")[2]
         number = layer_number(name)
         if number is None:
             raise Damaged(f"{reprlib.repr(name)} is not named as a layer of vLLM's")
-        found[number] = tensor
+        found[number] = path
         kinds.add(tuple("0" if part.isdigit() else part for part in name.split(".")))
-    if len(kinds) > 1 or len(found) != len(layers):
+    if len(kinds) > 1:
         raise Unsupported("layers of several kinds (a draft model, cross attention)")
     count = given_size(given, "layers") if given.layers is not None else len(found)
     missing = [str(number) for number in range(min(count, _MOST_LAYERS)) if number not in found]
@@ -163,10 +164,12 @@ def _in_order(layers: Mapping[str, ForeignTensor], given: Given) -> list[Foreign
     return [found[number] for number in range(count)]
 
 
-def _tensor(name: str, content: memoryview) -> ForeignTensor:
+def _tensor(path: str, content: memoryview) -> ForeignTensor:
     tensors = parse_tensors(content.cast("B")).tensors
     if tensors.keys() != {TENSOR}:
-        raise Damaged(f"{reprlib.repr(name)} does not hold the one tensor {TENSOR}")
+        raise Damaged(
+            f"{reprlib.repr(path.rpartition('/')[2])} does not hold the one tensor {TENSOR}"
+        )
     return tensors[TENSOR]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ def made_rows(tokens: int, kind: str = "f16", layers: int = 3, heads: int = 2, d
 def equal(a: ForeignRows, b: ForeignRows, tokens: int) -> bool:
     pairs = zip((*a.k, *a.v), (*b.k, *b.v), strict=True)
     return all(np.array_equal(one[:tokens], other[:tokens]) for one, other in pairs)
+
+
+class Counted(Mapping[str, memoryview]):
+    """Files that tell which of them were asked for."""
+
+    def __init__(self, files: Mapping[str, memoryview]) -> None:
+        self.files, self.read = files, list[str]()
+
+    def __getitem__(self, name: str) -> memoryview:
+        self.read.append(name)
+        return self.files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
 
 
 def views(files: dict[str, bytes]) -> dict[str, memoryview]:

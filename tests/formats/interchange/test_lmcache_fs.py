@@ -17,6 +17,7 @@ from kvsnap.formats.interchange.lmcache_fs import LMCACHE_FS, chunk_keys, chunk_
 from tests.formats.interchange.served import (
     EXPECTED,
     IDS,
+    Counted,
     digest,
     equal,
     files_of,
@@ -99,7 +100,9 @@ def test_a_gap_is_refused() -> None:
 def test_chunks_of_other_prompts_are_passed_over() -> None:
     files, told = three_chunks()
     other = f"org-SEP-m@0x01000100@0@{'0' * 64}.data"
-    rows = LMCACHE_FS.read({**files, other: memoryview(b"")}, told)
+    counted = Counted({other: memoryview(b""), **files})
+    rows = LMCACHE_FS.read(counted, told)
+    assert counted.read == list(files)
     assert rows.told["other chunks"] == "1"
     assert equal(rows, LMCACHE_FS.read(files, told), 12)
 

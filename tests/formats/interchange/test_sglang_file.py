@@ -17,6 +17,7 @@ from kvsnap.formats.interchange.sglang_file import SGLANG_FILE, page_keys, page_
 from tests.formats.interchange.served import (
     EXPECTED,
     IDS,
+    Counted,
     digest,
     equal,
     files_of,
@@ -87,7 +88,9 @@ def test_a_gap_is_refused_and_the_part_before_it_can_be_asked_for() -> None:
 
 def test_pages_of_other_prompts_are_passed_over() -> None:
     others = {f"{n:064x}_llama4L_0_1.bin": memoryview(b"x") for n in range(9)}
-    rows = SGLANG_FILE.read({f"d/{n}": c for n, c in {**others, **FILES}.items()}, given())
+    counted = Counted({f"d/{n}": c for n, c in {**others, **FILES}.items()})
+    rows = SGLANG_FILE.read(counted, given())
+    assert counted.read == [f"d/{FIRST}", f"d/{SECOND}"]  # no other file is touched
     assert equal(rows, SGLANG_FILE.read(FILES, given()), 64)
     assert rows.told["other pages"] == "9"
 

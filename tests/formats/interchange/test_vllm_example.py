@@ -17,6 +17,7 @@ from kvsnap.formats.interchange.vllm_example import VLLM_EXAMPLE, folder_name, l
 from tests.formats.interchange.served import (
     EXPECTED,
     IDS,
+    Counted,
     digest,
     equal,
     files_of,
@@ -91,7 +92,9 @@ def test_ids_of_another_text_are_refused() -> None:
 def test_of_several_folders_that_of_the_ids_is_taken() -> None:
     other = {f"{folder_name(np.arange(32, dtype=np.uint32))}/{n}": c for n, c in LAYERS.items()}
     both = {**other, **FILES}
-    assert VLLM_EXAMPLE.read(both, given()).told["folder"] == FOLDER
+    counted = Counted(both)
+    assert VLLM_EXAMPLE.read(counted, given()).told["folder"] == FOLDER
+    assert sorted(counted.read) == sorted(FILES)  # no other file is touched
     with pytest.raises(UsageError, match="2 folders"):
         VLLM_EXAMPLE.read(both, given(token_ids=None))
     with pytest.raises(UsageError, match="hash differs"):
