@@ -286,3 +286,23 @@ def test_ids_that_are_given_must_be_those_of_the_file(own: ForeignRows, ids: Any
     for rows, given in [(without, None), (without, ids[:-1]), (own, ids[::-1].copy())]:
         with pytest.raises(KvsnapError):
             token_ids_of(rows, given)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["rotation told", "rotation not in the file"])
+def test_quantized_rows_are_compared_by_their_values_and_taken_as_they_are(
+    model: Path, store: kvsnap.Store, ids: Any, told: bool
+) -> None:
+    llm = llama_cpp.Llama(str(model), n_ctx=512, type_k=8, type_v=8, flash_attn=True, verbose=False)
+    try:
+        engine = LlamaCpp(llm)
+        engine.evaluate(ids)
+        rows = target_of(engine).give(engine.export(0, TOKENS), ids, GGUF)
+        assert (rows.k_type, rows.rotation) == ("q8_0", (64, 64))
+        given = rows if told else dataclasses.replace(rows, rotation=None)
+        assert take(store, llm, given).verified
+        assert reused(store, llm, ids) == 192
+        np.testing.assert_array_equal(LlamaCpp(llm).export(0, 192)["full.v"][7], rows.v[7][:192])
+        with pytest.raises(Damaged):
+            take(store, llm, shifted(given), "other")
+    finally:
+        llm.close()
