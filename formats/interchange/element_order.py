@@ -52,14 +52,17 @@ _EQUAL = {
     "starcoder2": ("starcoder2",),
 }
 """The same order in both."""
+MOVED = frozenset(name for own, types in _MOVED.items() for name in (own, *types))
+"""Names of both kinds: in GGUF their K is interleaved, and transformers undoes that when it loads one."""
 
 
 def is_moved(architecture: str) -> bool:
     """Whether K's elements stand in another order in GGUF than in transformers. `architecture` is
     GGUF's name or the model type of transformers; `Unsupported` where the table does not have it."""
-    for moved, table in ((True, _MOVED), (False, _EQUAL)):
-        if any(architecture in (name, *types) for name, types in table.items()):
-            return moved
+    if architecture in MOVED:
+        return True
+    if any(architecture in (name, *types) for name, types in _EQUAL.items()):
+        return False
     raise Unsupported(
         f"nobody told kvsnap how K of architecture {architecture!r} is ordered in GGUF and in"
         " transformers",

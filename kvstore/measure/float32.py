@@ -20,14 +20,9 @@ import numpy as np
 
 from kvsnap.engines.gguf import check_model
 from kvsnap.formats.errors import EngineError, Unsupported
+from kvsnap.formats.interchange.element_order import MOVED
 from kvsnap.formats.layout import Array, Group, Layout, Plane, PlaneRope, Rows
 from kvsnap.formats.names import TokenIds, token_array
-
-_INTERLEAVED = ("llama", "mistral")
-"""Architectures whose GGUF files hold Q and K permuted, so that their engine rotates pairs of
-neighbours; transformers undoes that when it loads them, and rotates halves (convert_hf_to_gguf.py,
-`LlamaModel.permute`)."""
-
 
 OUTLIER_PAIRS, OUTLIER_FACTOR = (3, 11, 27), 30.0
 """Outlier channels as some models have them by nature: 4-bit codecs that share a scale between
@@ -229,7 +224,7 @@ def _groups(config: Any) -> list[_Layers]:
     """Layers of one kind of attention are one group: they share RoPE facts."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     parameters = config.rope_parameters
-    pairing = "interleaved" if config.model_type in _INTERLEAVED else "halves"
+    pairing = "interleaved" if config.model_type in MOVED else "halves"
     groups = []
     for kind in dict.fromkeys(kinds):
         numbers = tuple(n for n, own in enumerate(kinds) if own == kind)
