@@ -22,6 +22,8 @@ Examples:
   kvsnap proxy --upstream http://127.0.0.1:8080 --slot-dir /dev/shm/slots
 """
 KEY_VARIABLE = "LLAMA_API_KEY"
+KEEP_ALIVE = 120
+"""Seconds; longer than clients keep a connection that waits, so that they are who closes it."""
 _PACKAGES = ("httpx2", "starlette", "uvicorn", "llama_cpp")
 
 
@@ -138,6 +140,7 @@ def command(
             port=port,
             log_level="warning",
             timeout_graceful_shutdown=10,
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False,
             date_header=False,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import llama_cpp
 import numpy as np
@@ -209,11 +209,15 @@ def planes_of(
 
 
 def _as_one(layers: Sequence[Array]) -> Array:
-    """Equal layers of one state buffer as one view: they are evenly spaced."""
-    if len(layers) == 1 or not layers:
-        return layers[0][None]
-    step = layers[1].ctypes.data - layers[0].ctypes.data
+    """Equal layers of one state buffer as one view: they are evenly spaced. Of layers that are copies (of
+    cells that were put in order) a view would show memory of somebody else's."""
     first = layers[0]
+    if len(layers) == 1:
+        return first[None]
+    places = [layer.ctypes.data for layer in layers]
+    step = places[1] - places[0]
+    if any(after - before != step for before, after in pairwise(places)) or first.flags.owndata:
+        raise AssertionError("layers of several buffers are not one view")
     return np.lib.stride_tricks.as_strided(
         first, (len(layers), *first.shape), (step, *first.strides), writeable=first.flags.writeable
     )

