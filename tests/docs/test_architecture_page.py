@@ -44,7 +44,12 @@ def test_every_module_stands_in_the_tree(folder):
 def test_a_function_that_a_step_names_exists(name, path):
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
     for part in name.split("."):
-        named = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) if n.name == part]
+        named = [
+            n
+            for n in body
+            if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if n.name == part
+        ]
         assert named, f"{path} has no {name}"
         body = named[0].body
 
