@@ -2,11 +2,12 @@
 # `make test-oldest`: the tests of the transformers engine on the oldest release that is supported.
 # `make test-vllm`: those of the vLLM connector with the real engine, in an environment of its own.
 # `make test-sglang`: those of the SGLang storage with the real engine, in an environment of its own.
+# `make test-mlx`: those of prompt caches with the real mlx-lm, in an environment of its own.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := kvstore cli formats tests samples docs
 
-.PHONY: demo test test-oldest test-vllm test-sglang lint types docs bench dist clean
+.PHONY: demo test test-oldest test-vllm test-sglang test-mlx lint types docs bench dist clean
 
 demo: .venv/ready
 	$(BIN)/kvsnap demo
@@ -25,6 +26,9 @@ test-vllm: .venv-vllm/ready
 test-sglang: .venv-sglang/ready
 	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests/sglang/shim \
 	  .venv-sglang/bin/pytest -W default tests/sglang
+
+test-mlx: .venv-mlx/ready
+	.venv-mlx/bin/pytest tests/mlx
 
 lint: .venv/ready
 	$(BIN)/ruff check $(SOURCES)
@@ -79,6 +83,13 @@ clean:
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/pip install --quiet --no-deps -r tests/sglang/requirements.txt
 	.venv-sglang/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# About 0.4 GB. --no-deps: the list is complete; kvsnap's reader of these files needs no torch.
+.venv-mlx/ready: tests/mlx/requirements.txt
+	test -x .venv-mlx/bin/python || $(PYTHON) -m venv .venv-mlx
+	.venv-mlx/bin/pip install --quiet --no-deps -r tests/mlx/requirements.txt
+	.venv-mlx/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 # The editable install is an import hook, which mypy and editors do not run: links stand in.

@@ -55,7 +55,7 @@ class Loaded:
         read_through: bool = False,
         saves: bool = False,
     ) -> None:
-        from kvsnap.formats.codecs import get_codec
+        from kvsnap.formats.codecs import chosen_codec
         from kvsnap.formats.interchange.ggml import ggml_type_named
         from kvsnap.formats.tenant import tenant_id
         from kvsnap.kvstore.session import Session
@@ -63,7 +63,7 @@ class Loaded:
         try:
             load = _loader(options["engine"])
             if options["codec"] is not None:
-                get_codec(options["codec"])
+                chosen_codec(options["codec"])
             for option in ("cache_type_k", "cache_type_v"):
                 ggml_type_named(options[option])
         except Unsupported as error:

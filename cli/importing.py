@@ -35,6 +35,8 @@ def import_foreign(
     from kvsnap.kvstore.interchange.importing import import_rows, token_ids_of
 
     started = time.perf_counter()
+    files = OnDisk(path)
+    found = _format_of(path, files.heads(), options["format_name"])
     if name is None:
         raise UsageError("the new session has no name", "add --session NAME")
     if options["model"] is None:
@@ -44,8 +46,6 @@ def import_foreign(
         )
     sources = (options[key] for key in ("prompt", "prompt_file", "messages", "token_ids"))
     source = read_source(*sources)
-    files = OnDisk(path)
-    found = _format_of(path, files.heads(), options["format_name"])
     require_engine(options["engine"])
     more = {new: options[old] for old, new in _GIVEN.items()}
     tokens = _most_tokens(options, source, lambda: found.read(files, Given(**more)).tokens)
@@ -60,13 +60,13 @@ def import_foreign(
         notes = given.notes(loaded.model) if given is not None else {"kind": "raw"}
         notes |= {
             "model": loaded.model,
-            "imported": {"format": found.name, "verified": not options["unverified"], **rows.told},
+            # Behind what the file says of itself, which may be anything.
+            "imported": {**rows.told, "format": found.name, "verified": not options["unverified"]},
         }
         report = import_rows(
             loaded.session,
             rows,
             token_ids_of(rows, ids),
-            source=files.digest(),
             whole=options["check_all"],
             unverified=options["unverified"],
             notes=notes,

@@ -64,7 +64,7 @@ def mark_lossy(engine: Engine, fidelity: str, landing: Landing, token_ids: Token
     if fidelity == EXACT or start >= len(token_ids):
         return
     digest = digest_of(engine.layout.of_blocks(landing.rows), start - landing.start)
-    mark = LossyRows(fidelity, start, token_ids.copy(), digest)
+    mark = LossyRows(fidelity, start, token_ids.copy(), digest, start)
     engine.marks = (*engine.marks, mark)[-MARKS:]
 
 
@@ -72,12 +72,30 @@ def forget_doubts(engine: Engine, rows: Rows, token_ids: TokenIds) -> None:
     """The engine's marks of unverified rows that are these, which were verified meanwhile."""
 
     def are_these(mark: LossyRows) -> bool:
-        there = common_prefix(token_ids, mark.token_ids) > mark.start
-        return there and digest_of(rows, mark.start) == mark.digest
+        there = common_prefix(token_ids, mark.token_ids) > mark.told_by
+        return there and digest_of(rows, mark.told_by) == mark.digest
 
     engine.marks = tuple(
         mark for mark in engine.marks if _exact_front(mark.fidelity) or not are_these(mark)
     )
+
+
+def set_apart(engine: Engine, root: Root, token_ids: TokenIds) -> None:
+    """Before a session of this root puts `token_ids` into the engine: unverified rows that it holds are
+    told from then on by the first one that these ids do not share, if there is one. Their front may be
+    bit for bit everybody's (that of a first token always is), and tells nothing any more."""
+    held = engine.token_ids() if engine.marks else token_ids[:0]
+
+    def told_later(mark: LossyRows) -> LossyRows:
+        shared = common_prefix(token_ids, mark.token_ids)
+        if mark.fidelity == root.fidelity or _exact_front(mark.fidelity) or shared <= mark.told_by:
+            return mark
+        if common_prefix(held, mark.token_ids) <= shared:
+            return mark
+        row = engine.export(shared, shared + 1)
+        return dataclasses.replace(mark, told_by=shared, digest=digest_of(row, 0))
+
+    engine.marks = tuple(map(told_later, engine.marks))
 
 
 def _exact_front(fidelity: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kvsnap.engines.base import Engine
-from kvsnap.formats.codecs import Codec, get_codec
+from kvsnap.formats.codecs import Codec, chosen_codec, get_codec
 from kvsnap.formats.errors import (
     Damaged,
     DoesNotFit,
@@ -30,7 +30,7 @@ from kvsnap.kvstore.background import Background
 from kvsnap.kvstore.branch import branch_session
 from kvsnap.kvstore.chain_reader import ChainReader
 from kvsnap.kvstore.chain_writer import STATES_AT_ONCE, ChainWriter
-from kvsnap.kvstore.fidelity import codec_of_held, refuse_other_fidelity, usable_tokens
+from kvsnap.kvstore.fidelity import codec_of_held, refuse_other_fidelity, set_apart, usable_tokens
 from kvsnap.kvstore.reports import ResumeReport, SaveReport
 from kvsnap.kvstore.retry import try_again
 from kvsnap.kvstore.saving import Saving
@@ -92,7 +92,7 @@ class Session:
         self._reader = ChainReader(store, engine)
         self._asked: TokenIds | None = None
         own = self._coding.own_of(self.stored and self.stored.record, self._problems)
-        self.store_by(get_codec(codec) if codec is not None else own)
+        self.store_by(chosen_codec(codec) if codec is not None else own)
 
     def store_by(self, codec: Codec) -> None:
         """From now on blocks are stored by this codec, under the root of its fidelity. Raises
@@ -154,6 +154,7 @@ class Session:
         if self._coding.allow_lossy and not self.codec.lossy and there is not None:
             self.store_by(there)
         held = self.engine.reach(usable_tokens(self.engine, held, self.root))
+        set_apart(self.engine, self.root, ids)
         self.engine.truncate(held)
         self._asked = ids
         self.engine.holder = (self.tenant_id, self.name)

@@ -54,6 +54,8 @@ class SessionCodec:
             try:
                 codec = get_codec(stored.fidelity)
                 if not self.same_weights(stored):
+                    if codec.of_one_session:  # these weights compute rows of their own
+                        return self.default
                     codec = get_codec(codec.id)  # with this model's calibration, if it needs one
                 return self._complete(codec)
             except (NotFound, Unsupported) as error:

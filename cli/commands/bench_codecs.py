@@ -165,7 +165,7 @@ def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list
     """Those that were asked for, else all; calibrated ones with the store's newest calibration of
     the model, or left out with a warning."""
     from kvsnap.engines.gguf import weights_digest
-    from kvsnap.formats.codecs import get_codec, known_codecs
+    from kvsnap.formats.codecs import chosen_codec, known_codecs
     from kvsnap.kvstore.measure.float32 import OUTLIERS
 
     texts = [t for own in known_codecs() for t in STEPS.get(own, (own,))]
@@ -173,7 +173,7 @@ def _codecs(app: App, asked: Sequence[str], model: Path, outliers: bool) -> list
     with app.store() as store:
         for text in asked or texts:
             try:
-                codec = get_codec(text)
+                codec = chosen_codec(text)
             except Unsupported as error:
                 if asked:
                     raise UsageError(error.what, error.hint) from error

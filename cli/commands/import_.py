@@ -110,7 +110,7 @@ def command(
 
         import_foreign(app, path, own_name, tenant, options)
         return
-    if own_name is not None or options["model"] is not None:
+    if path.exists() and (own_name is not None or options["model"] is not None):
         raise UsageError(
             f"{path} was written by kvsnap export: it needs no model",
             "name its session as a word, and --as NAME for another name here",

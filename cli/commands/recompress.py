@@ -26,12 +26,12 @@ def command(app: App, session: str, codec_id: str, tenant_key_file: Path | None)
     needed. A session that is lossy already is refused: one loss must not be added to another.
     """
     from kvsnap.cli import interrupt
-    from kvsnap.formats.codecs import get_codec
+    from kvsnap.formats.codecs import chosen_codec
     from kvsnap.kvstore.recompress import recompress
 
     tenant = read_tenant(tenant_key_file)
     try:
-        codec = get_codec(codec_id)
+        codec = chosen_codec(codec_id)
     except Unsupported as error:
         raise UsageError(error.what, error.hint) from error
     with app.store() as store, bar(app.out, "recompress", "blocks") as draw:

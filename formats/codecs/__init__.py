@@ -31,7 +31,16 @@ ENTRY_POINTS = "kvsnap.codecs"
 MAX_TEXT = 1024
 """Characters of a codec's text. Files say it, and what `get_codec` found stays in memory."""
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Stretch", "get_codec", "known_codecs", "lossless"]
+__all__ = [
+    "CODECS",
+    "DEFAULT_CODEC",
+    "Codec",
+    "Stretch",
+    "chosen_codec",
+    "get_codec",
+    "known_codecs",
+    "lossless",
+]
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,6 +62,18 @@ def get_codec(text: str) -> Codec:
         return kind(**_parameters(kind, pairs))
     except TypeError as error:  # an abstract class, a field without a default
         raise _broken(codec_id, error) from error
+
+
+def chosen_codec(text: str) -> Codec:
+    """As `get_codec`, for what somebody asks to compress by; `Unsupported` also for a codec that only says
+    where rows come from."""
+    found = get_codec(text)
+    if found.of_one_session:
+        raise Unsupported(
+            f"codec {found.id} cannot be chosen: it marks rows that nobody compared",
+            f"known codecs: {', '.join(known_codecs())}",
+        )
+    return found
 
 
 def known_codecs() -> list[str]:

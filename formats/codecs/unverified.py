@@ -1,7 +1,7 @@
 """`unverified`: rows that came out of another tool's file and that nobody compared with the model's own.
 
 Bit for bit what the file had, coded as `zstd` does; but not `exact`, which means that the engine computed
-them. Such a chain has a root of its own, because the digest of the file is part of its fidelity, so
+them. Such a chain has a root of its own, because the digest of the rows is part of its fidelity, so
 nothing but the session that was imported finds it; and what an engine computes on top of such rows is of
 this fidelity, too.
 """
@@ -23,7 +23,7 @@ _ZSTD = Zstd()
 
 @dataclasses.dataclass(frozen=True)
 class Unverified(Codec):
-    """`source`: hex digest of what was imported."""
+    """`source`: hex digest of the rows that were imported."""
 
     id = "unverified"
     lossy = True

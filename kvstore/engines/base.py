@@ -41,14 +41,15 @@ class LossyRows:
     """Rows that were restored from a lossy codec: positions `start` to the end of `token_ids`.
     Whatever the engine computed on top of them is of their fidelity, too.
 
-    `digest` is that of the rows at `start`. It, not the ids alone, says whether they are in the
-    engine: an application may put states of its own into it and take them out.
+    `digest` is that of the rows at `told_by`, at or after `start`. It, not the ids alone, says whether they
+    are in the engine: an application may put states of its own into it and take them out.
     """
 
     fidelity: str
     start: int
     token_ids: TokenIds
     digest: str
+    told_by: int
 
 
 MARKS = 64
@@ -154,8 +155,8 @@ class Engine(ABC):
         found = [
             mark
             for mark in self.marks
-            if common_prefix(held, mark.token_ids) > mark.start
-            and digest_of(self.export(mark.start, mark.start + 1), 0) == mark.digest
+            if common_prefix(held, mark.token_ids) > mark.told_by
+            and digest_of(self.export(mark.told_by, mark.told_by + 1), 0) == mark.digest
         ]
         return min(found, key=lambda mark: mark.start, default=None)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvsnap.engines.llama_cache import LlamaCache
 from kvsnap.engines.llama_cache_tenant import TenantOf
-from kvsnap.formats.codecs import get_codec
+from kvsnap.formats.codecs import chosen_codec
 from kvsnap.formats.errors import KvsnapError, NotFound, Unsupported, UsageError
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.place import write_settings
@@ -50,7 +50,7 @@ def create_app(
     from llama_cpp.server import app as server
 
     if codec is not None:
-        get_codec(codec)  # a wrong name is no refusal of a model
+        chosen_codec(codec)  # a wrong name is no refusal of a model
     served = tenant if tenant is not None else find_tenant()
     app = server.create_app(settings, server_settings, model_settings)
     proxy = server._llama_proxy

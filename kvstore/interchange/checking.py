@@ -1,11 +1,14 @@
 """Whether a file's rows are those of its token ids, under the model at hand.
 
 The engine computes the first block, and the last one on top of all rows that the file has before it. That
-shows another model, other options, another order or place of the elements; of rows in between it shows
-what moves the last block by more than rounding, and ids in between it does not show at all: a prompt with
-one date changed has as many tokens, and its ends are equal. So every id is looked at, too: in the first
-layer V depends on the token alone. The engine computes each id that occurs once, and compares that row
-wherever it occurs. A model whose first layer is not like that is computed whole.
+shows another model, other options, another order or place of the elements. It does not show rows in
+between that were computed on top of tokens which are gone: llama-server's context shift and its
+--cache-reuse move such rows to where the ids ask for them, and what was computed later fits to them. So
+blocks in between are computed, too, each on top of the file's rows before it.
+
+Of ids in between all that does not show enough: a prompt with one date changed has as many tokens. So every
+id is looked at: in the first layer V depends on the token alone. The engine computes each id that occurs
+once, and compares that row wherever it occurs. A model whose first layer is not like that is computed whole.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ HINT = (
     "give the model, the engine options (RoPE, adapter) and the tokens that it was made with;"
     " --unverified keeps it for this session alone"
 )
+BETWEEN = 7
+"""How many blocks between the ends are computed, of longer files evenly spread ones: a stretch of wrong rows
+that is longer than a sixth of the file has one in it."""
 _KNOWN_TWICE = 16
 """Ids of the first block that are computed at another place, to see whether V depends on it."""
 
@@ -54,6 +60,7 @@ class Check:
         last = max(0, len(self.ids) - self.block_size)
         if last:
             self._compare(last, len(self.ids))
+            self._compare_between(last)
         if last > self.block_size and not self._check_ids(own):
             self._compare(0, len(self.ids))
         return self.engine.evaluated - before
@@ -76,6 +83,22 @@ class Check:
         else:
             self.engine.truncate(0)
         own = self.rounding.computed(self.ids[:stop], start)
+        self._judge(own, start, stop)
+        return own
+
+    def _compare_between(self, stop: int) -> None:
+        """Whole blocks after the first one and before `stop`, up to where the engine has the file's rows.
+        From the back, so that it keeps those before each."""
+        starts = range(self.block_size, stop, self.block_size)
+        chosen = np.linspace(0, len(starts) - 1, min(BETWEEN, len(starts))).astype(int)
+        for start in (starts[number] for number in reversed(chosen)):
+            end = min(start + self.block_size, len(self.ids))
+            self.engine.truncate(start)
+            self.engine.evaluate(self.ids[start:end])
+            self._judge(self.engine.export(start, end), start, end)
+
+    def _judge(self, own: Rows, start: int, stop: int) -> None:
+        """Raise `Damaged` where the file's rows there are others than `own`, the engine's."""
         given = {name: array[:, start:stop] for name, array in self.rows.items()}
         found = self.rounding.difference(given, own, start)
         self.difference = max(self.difference, found.size)
@@ -85,7 +108,6 @@ class Check:
                 f" {found}, and rounding explains {self.rounding.bound:.2g}",
                 HINT,
             )
-        return own
 
     def _check_ids(self, first: Rows) -> bool:
         """False where the first layer's V does not tell. `first`: the engine's rows of the first block."""

@@ -3,6 +3,7 @@ the session's own."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -105,9 +106,19 @@ def write_files(
     """Put one file at `out`, or a folder of files: whole or not at all.
 
     Everything is written beside it first, and renamed: a llama-server that reads a slot file which is
-    half there aborts, and vLLM's connector takes a folder for whole as soon as it stands."""
+    half there aborts, and vLLM's connector takes a folder for whole as soon as it stands. Also with `force` no
+    folder goes that holds anything but these files: it may be a server's, or somebody's home."""
     if not force and os.path.lexists(out):
         raise UsageError(f"{out} is there already", "choose another name, or --force")
+    if not as_folder and out.exists() and not out.is_file():  # /dev/stdout would be renamed over
+        what = "a folder" if out.is_dir() else "no regular file"
+        raise UsageError(f"{out} is {what}", "name a file")
+    if as_folder and os.path.lexists(out) and not _is_replaced_by(files, out):
+        raise UsageError(
+            f"{out} is something else than a folder of just these files",
+            "choose another name, or remove it",
+        )
+    out = out.absolute()  # "." has no name to put another one beside
     beside = out.with_name(f".{out.name[:200]}.{secrets.token_hex(4)}.unfinished")
     try:
         if not as_folder:
@@ -117,7 +128,7 @@ def write_files(
             return
         for name, data in files.items():
             _write(beside.joinpath(*name.split("/")), data)
-        if force and out.is_dir() and not out.is_symlink():
+        if os.path.lexists(out):
             shutil.rmtree(out)
         os.replace(beside, out)
     except OSError as error:
@@ -127,12 +138,23 @@ def write_files(
     finally:
         if beside.is_dir():
             shutil.rmtree(beside, ignore_errors=True)
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not to tell of this instead
+            beside.unlink(missing_ok=True)
+
+
+def _is_replaced_by(files: Mapping[str, bytes], out: Path) -> bool:
+    if out.is_symlink() or not out.is_dir():
+        return False
+    return all(
+        each.relative_to(out).as_posix() in files or (each.is_dir() and not each.is_symlink())
+        for each in out.rglob("*")
+    )
 
 
 def _write(path: Path, data: bytes) -> None:
+    """For its owner alone, as what `kvsnap export` writes without --to: it is a conversation."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

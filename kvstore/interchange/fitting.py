@@ -39,8 +39,8 @@ class Target:
         if not self._is_plain():
             raise Unsupported(
                 "this model's layers do not all keep K and V of every token (sliding windows,"
-                " recurrent layers, latent attention), and other tools' files hold just those",
-                "for llama.cpp, sliding windows can be kept whole: that is not the case here",
+                " recurrent layers, latent attention) in one memory, and other tools' files hold just those",
+                "only models whose layers are all alike are exchanged",
             )
 
     @property
@@ -120,7 +120,17 @@ class Target:
     def _is_plain(self) -> bool:
         wanted = [{"k", "v"}] * len(self.layout.groups)
         names = [{plane.name for plane in group.planes} for group in self.layout.groups]
-        return bool(names) and names == wanted and not self.layout.needs_state
+        return (
+            bool(names) and names == wanted and not self.layout.needs_state and self._is_in_order()
+        )
+
+    def _is_in_order(self) -> bool:
+        """Whether the layers of the groups, one group after another, are those of the model. Windows that
+        llama.cpp keeps whole are a memory of their own; groups of transformers may take turns. llama.cpp's
+        runs of layers with as many heads each are in order."""
+        names = [group.name for group in self.layout.groups]
+        runs = self.family == "llama.cpp" and all(name.startswith("full") for name in names)
+        return len(names) == 1 or runs
 
     def _check_rotation(self, rows: ForeignRows) -> None:
         if rows.rotation not in (None, self.rotation):

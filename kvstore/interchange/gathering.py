@@ -6,9 +6,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from blake3 import blake3
-
-from kvsnap.formats.errors import NotFound, UsageError
+from kvsnap.formats.errors import NotFound, Unsupported, UsageError
 from kvsnap.kvstore.files import read_whole
 
 MAX_FILES = 1_000_000
@@ -28,7 +26,6 @@ class OnDisk(Mapping[str, memoryview]):
     """
 
     def __init__(self, path: Path) -> None:
-        self._digests: dict[str, str] = {}
         try:
             self._paths = dict(_files(path))
         except OSError as error:
@@ -37,15 +34,13 @@ class OnDisk(Mapping[str, memoryview]):
     def __getitem__(self, name: str) -> memoryview:
         path = self._paths[name]
         try:
-            data = read_whole(path, limit=MAX_BYTES)
+            return read_whole(path, limit=MAX_BYTES)
         except MemoryError as error:
             raise NotFound(
                 f"{path} does not fit into memory", "import it on a larger machine"
             ) from error
         except OSError as error:
             raise _unreadable(path, error) from error
-        self._digests[name] = blake3(data).hexdigest()
-        return data
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -56,11 +51,6 @@ class OnDisk(Mapping[str, memoryview]):
     def heads(self) -> Mapping[str, memoryview]:
         """The first bytes of each, for whoever recognises them."""
         return _Heads(self._paths)
-
-    def digest(self) -> str:
-        """BLAKE3 over names and contents of what was read, in the order of the names."""
-        told = "".join(f"{len(n)}:{n}:{self._digests[n]}" for n in sorted(self._digests))
-        return blake3(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class _Heads(Mapping[str, memoryview]):
@@ -97,7 +87,7 @@ def is_portable(path: Path) -> bool:
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
     if not stat.S_ISDIR(path.stat().st_mode):
         if not path.is_file():
-            raise UsageError(f"{path} is not a regular file", "give a file, or a folder of files")
+            raise Unsupported(f"{path} is no regular file", "give a file, or a folder of files")
         yield path.name, path.resolve()
         return
     folder = path.resolve()

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from blake3 import blake3
+
 from kvsnap.formats.codecs.unverified import Unverified
 from kvsnap.formats.errors import DoesNotFit, UsageError
 from kvsnap.formats.interchange.foreign import ForeignRows
+from kvsnap.formats.layout import Rows
 from kvsnap.formats.names import TokenIds, common_prefix
 from kvsnap.kvstore.interchange.checking import Check
 from kvsnap.kvstore.interchange.fitting import Target
@@ -62,7 +66,6 @@ def import_rows(
     rows: ForeignRows,
     token_ids: TokenIds,
     *,
-    source: str,
     whole: bool = False,
     unverified: bool = False,
     notes: Mapping[str, Any] | None = None,
@@ -71,9 +74,10 @@ def import_rows(
     """Store the rows of a file as `session`, which must be a new one; when this returns they are durable.
 
     Verified rows are stored under the engine's own identity, and reused by every prompt that begins so;
-    `whole` computes all of them to compare, not only both ends and each id once.
-    `unverified` ones are not compared; their blocks have an identity of their own, of which `source`, the
-    file's digest, is part: this session alone restores them.
+    `whole` computes all of them to compare, not only some blocks and each id once. `unverified` ones
+    are not compared; their blocks have an identity of their own, of which the digest of all rows is part
+    (not that of the file: which rows a reader takes out of it depends on options): this session alone
+    restores them.
 
     Raises `Damaged` where the rows are not what the engine computes, `Unsupported` where they do not fit
     its layout, `UsageError` where the session is there already. The engine holds the rows afterwards, or
@@ -102,7 +106,7 @@ def import_rows(
             step_done("computing what is compared")
             computed = check.run(whole=whole)
         else:
-            session.store_by(Unverified(source=source))
+            session.store_by(Unverified(source=_digest(fitted)))
         check.put(len(token_ids), session.root.fidelity)
     except BaseException:
         engine.truncate(0)
@@ -117,3 +121,11 @@ def import_rows(
         bound=check.rounding.bound,
         saved=session.save(notes),
     )
+
+
+def _digest(rows: Rows) -> str:
+    """Of all rows, as the engine has them."""
+    hasher = blake3()
+    for name in sorted(rows):
+        hasher.update(np.ascontiguousarray(rows[name]).data.cast("B"))
+    return hasher.hexdigest()

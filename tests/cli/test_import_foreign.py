@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from kvsnap.formats.interchange import FORMATS
+from kvsnap.formats.interchange.mlx_states import NEW
+from kvsnap.formats.interchange.safetensors_file import parse_tensors, write_tensors
+from kvsnap.kvstore.store import Store
 
 pytestmark = pytest.mark.engine
 SAMPLES = Path(__file__).parents[1] / "golden" / "foreign"
@@ -102,6 +105,22 @@ def test_the_model_of_an_import_must_be_given_and_the_session_be_new(
         assert len(done.err.strip().splitlines()) == 2
 
 
+def test_what_a_file_says_of_itself_never_stands_for_what_was_checked(
+    kvsnap: Any, model: Path, saved: Any, chat: Path, tmp_path: Path
+) -> None:
+    out, store = tmp_path / "cache.safetensors", tmp_path / "other"
+    assert kvsnap("export", "s", "--to", "mlx-lm", out).code == 0
+    file = parse_tensors(memoryview(out.read_bytes()))
+    said = {f"{NEW.user}{key}": "true" for key in ("verified", "format", "note")}
+    out.write_bytes(write_tensors({**file.metadata, **said}, file.tensors))
+    given = ["--model", model, "--session", "t", "--messages", chat, "--unverified"]
+    done = kvsnap("--store", store, "import", out, *given)
+    assert done.code == 0, done.err
+    with Store(store) as opened:
+        notes = opened.find_session("t", None).record.notes["imported"]
+    assert (notes["verified"], notes["format"], notes["note"]) == (False, "mlx-lm", "true")
+
+
 def test_a_portable_file_is_still_taken_as_one(kvsnap: Any, saved: Any, tmp_path: Path) -> None:
     del saved
     out = tmp_path / "s.kvsnap"
@@ -112,7 +131,7 @@ def test_a_portable_file_is_still_taken_as_one(kvsnap: Any, saved: Any, tmp_path
     assert kvsnap("--store", tmp_path / "other", "import", out).code == 0
 
 
-@pytest.mark.parametrize("name", ["nothing", "empty", "text", "folder", "fifo", "cut"])
+@pytest.mark.parametrize("name", ["nothing", "empty", "text", "folder", "fifo", "cut", "missing"])
 def test_what_cannot_be_read_is_one_clear_line(
     kvsnap: Any, model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -129,6 +148,8 @@ def test_what_cannot_be_read_is_one_clear_line(
         path.write_bytes(SLOT.read_bytes()[:-5])
     done = kvsnap("import", path, "--model", model, "--session", "a", timeout=60)
     assert done.code in (1, 2)
+    assert name in done.err
+    assert "written by kvsnap" not in done.err
     assert len(done.err.strip().splitlines()) == 2, done.err
     assert kvsnap("--json", "ls").json == []
 

@@ -79,7 +79,7 @@ def test_a_cache_of_transformers_is_verified_by_llama_cpp_and_comes_out_as_it_we
         read = own.read(files, target.given(token_ids=computed.token_ids))
         session = kvsnap.Session(store, engine, "s")
         ids = token_ids_of(read, computed.token_ids)
-        report = import_rows(session, read, ids, source="ab" * 32)
+        report = import_rows(session, read, ids)
         assert report.verified
         assert report.saved.fidelity == "exact"
         back = target.give(engine.export(0, len(ids)), ids, HALVES)
@@ -96,4 +96,4 @@ def test_the_wrong_order_of_k_is_refused_not_loaded(
     with kvsnap.Store(tmp_path) as store:
         session = kvsnap.Session(store, LlamaCpp(llm), "s")
         with pytest.raises(Damaged):
-            import_rows(session, called_ggufs, computed.token_ids, source="ab" * 32)
+            import_rows(session, called_ggufs, computed.token_ids)

@@ -70,7 +70,7 @@ def take(
 ) -> ImportReport:
     llm.reset()
     session = kvsnap.Session(store, LlamaCpp(llm), name)
-    return import_rows(session, rows, token_ids_of(rows, None), source="ab" * 32, **more)
+    return import_rows(session, rows, token_ids_of(rows, None), **more)
 
 
 def reused(store: kvsnap.Store, llm: llama_cpp.Llama, ids: Any, **more: Any) -> int:
@@ -97,12 +97,13 @@ def test_what_the_engine_would_compute_is_stored_bit_for_bit_and_reused_by_every
     assert reused(store, llm, ids, name="s") == TOKENS
 
 
-def test_the_check_computes_both_ends_and_each_id_once(
+def test_the_check_computes_both_ends_blocks_between_and_each_id_once(
     store: kvsnap.Store, llm: llama_cpp.Llama, own: ForeignRows, ids: Any
 ) -> None:
     report = take(store, llm, own)
     ends = 2 * (64 + 16 + 48)  # the block; its front one by one; its rest once more
-    assert report.computed_tokens == ends + len(set(ids.tolist())) + 16
+    between = 2 * 64
+    assert report.computed_tokens == ends + between + len(set(ids.tolist())) + 16
     llm.reset()
     longer = take(store, llm, own, "whole", whole=True)
     assert longer.computed_tokens == TOKENS + 16 + (TOKENS - 16)
@@ -192,6 +193,29 @@ def test_rows_of_other_ids_are_refused_wherever_the_ids_differ(
         take(store, llm, dataclasses.replace(own, token_ids=wrong))
 
 
+def test_rows_that_were_shifted_over_tokens_which_are_gone_are_refused(
+    store: kvsnap.Store, llm: llama_cpp.Llama, ids: Any
+) -> None:
+    """As llama-server's context shift and --cache-reuse leave them: the first block is right, V of the first
+    layer is that of the ids, and the last block was computed on top of what is there."""
+    keep, gone, before = 64, 40, 190
+    llm.reset()
+    LlamaCpp(llm).evaluate(ids[:before])
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    assert llama_cpp.llama_memory_seq_rm(memory, 0, keep, keep + gone)
+    llama_cpp.llama_memory_seq_add(memory, 0, keep + gone, before, -gone)
+    kept = np.concatenate([ids[:keep], ids[keep + gone : before]])
+    llm.n_tokens = len(kept)
+    llm.input_ids[: len(kept)] = kept
+    engine = LlamaCpp(llm)
+    engine.evaluate(ids[:80])
+    now = np.concatenate([kept, ids[:80]])
+    rows = target_of(engine).give(engine.export(0, len(now)), now, GGUF)
+    with pytest.raises(Damaged, match="not what this model computes"):
+        take(store, llm, rows)
+    assert list(store.path.rglob("*.safetensors")) == []
+
+
 def test_rows_of_other_rope_options_are_refused(
     model: Path, store: kvsnap.Store, own: ForeignRows
 ) -> None:
@@ -233,7 +257,7 @@ class TestUnverified:
     ) -> None:
         report = take(store, llm, shifted(own), unverified=True)
         assert (report.verified, report.computed_tokens) == (False, 0)
-        assert report.saved.fidelity.startswith("unverified@1;source=abab")
+        assert report.saved.fidelity.startswith("unverified@1;source=")
         assert reused(store, llm, ids) == 0
         assert reused(store, llm, ids, allow_lossy=True) == 0
         assert reused(store, llm, ids, name="other", allow_lossy=True) == 0

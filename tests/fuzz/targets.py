@@ -13,6 +13,9 @@ from tests.fuzz import (
     archives,
     edits,
     engine_states,
+    foreign_changes,
+    foreign_readers,
+    foreign_seeds,
     octets,
     other_readers,
     other_seeds,
@@ -46,6 +49,22 @@ _DIGEST = (edits.changed, readers.digest_past)
 _BLOCK = (readers.block_content, readers.block_cut, readers.named, readers.signed)
 _SESSION = (readers.tail, readers.talk, readers.chain, readers.signed, readers.explained)
 _SEALED = (readers.opened, readers.named_in_the_clear)
+
+_FOREIGN: dict[str, Mutate] = {
+    "llama-server": states.changed,
+    "llama.cpp": states.changed,
+    "llama.cpp-session": states.changed,
+    "mlx-lm": foreign_changes.in_tensors,
+    "mlx-lm-0.31": foreign_changes.in_tensors,
+    "transformers": foreign_changes.in_zip,
+    "safetensors": foreign_changes.in_tensors,
+    "vllm-example": foreign_changes.in_folder(foreign_changes.in_tensors),
+    "sglang": foreign_changes.in_folder(octets.changed),
+    "lmcache": foreign_changes.in_folder(octets.changed),
+    "quant.cpp": octets.changed,
+}
+_NEEDS = (Damaged, Unsupported, UsageError)
+"""A file may come to lack what the caller did not give."""
 
 TARGETS = (
     Target("block", seeds.blocks, *_DIGEST, readers.block, _BLOCK),
@@ -101,5 +120,30 @@ TARGETS = (
     Target(
         "tenant key", other_seeds.keys, octets.changed, other_readers.everything_past,
         other_readers.key, refusals=(UsageError,),
+    ),
+    *(
+        Target(
+            f"foreign, {name}", partial(foreign_seeds.files, name), mutate,
+            partial(foreign_readers.recognised, name), partial(foreign_readers.read, name),
+            (foreign_readers.used,), _NEEDS, share=0.5,
+        )
+        for name, mutate in _FOREIGN.items()
+    ),
+    Target(
+        "foreign, slot", partial(foreign_seeds.files, "llama-server"), states.changed,
+        partial(foreign_readers.recognised, "llama-server"), foreign_readers.slot,
+        (foreign_readers.slot_rows,), share=0.5,
+    ),
+    Target(
+        "foreign, pickle", foreign_seeds.pickles, foreign_changes.in_pickle,
+        other_readers.everything_past, foreign_readers.unpickled,
+    ),
+    Target(
+        "foreign, config of a tier", foreign_seeds.configs, texts.changed, other_readers.json_past,
+        foreign_readers.config, (foreign_readers.config_used,), share=0.4,
+    ),
+    Target(
+        "foreign, names", foreign_seeds.names, foreign_changes.in_name,
+        other_readers.everything_past, foreign_readers.name,
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from types import FrameType
 
 import pytest
 
+from tests.fuzz.foreign_grown import FOREIGN_GROWN
 from tests.fuzz.grown import GROWN, Maker
 from tests.fuzz.run import measured, run
 from tests.fuzz.targets import TARGETS, Target
@@ -16,7 +17,7 @@ growing = pytest.mark.parametrize(
     ("target", "make", "many"),
     [
         pytest.param(_NAMES[name], make, many, id=f"{name}, {make.__name__} {many}")
-        for name, make, many in GROWN
+        for name, make, many in (*GROWN, *FOREIGN_GROWN)
     ],
 )
 
