@@ -23,13 +23,13 @@ import numpy as np
 from blake3 import blake3
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import HALVES, Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
 from kvsnap.formats.interchange.served_rows import (
-    by_token,
     check_chain,
     element_bytes,
     given_ids,
     given_size,
+    proven_rows,
     safe_model,
     stacked,
 )
@@ -109,18 +109,7 @@ def _read(files: Files, given: Given) -> ForeignRows:
     told = {"model": model, "chunks": str(count)}
     if len(chunks) > count:
         told["other chunks"] = str(len(chunks) - count)
-    return ForeignRows(
-        k=by_token(planes[0]),
-        v=by_token(planes[1]),
-        k_type=str(given.dtype),
-        v_type=str(given.dtype),
-        order=HALVES,
-        heads=heads,
-        head_dim=dim,
-        token_ids=ids[: count * chunk],
-        ids_proven=True,
-        told=told,
-    )
+    return proven_rows(planes, given, ids, told)
 
 
 def _chunk_and_block(given: Given) -> tuple[int, int]:

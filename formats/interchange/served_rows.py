@@ -104,6 +104,23 @@ def by_token(layers: Iterable[Array]) -> tuple[Array, ...]:
     return tuple(layer.reshape(len(layer), -1) for layer in layers)
 
 
+def proven_rows(planes: Array, given: Given, ids: TokenIds, told: dict[str, str]) -> ForeignRows:
+    """Of K and V [2, layers, tokens, heads, head_dim], whose ids a hash has proven."""
+    heads, dim = planes.shape[3:]
+    return ForeignRows(
+        k=by_token(planes[0]),
+        v=by_token(planes[1]),
+        k_type=str(given.dtype),
+        v_type=str(given.dtype),
+        order=HALVES,
+        heads=heads,
+        head_dim=dim,
+        token_ids=ids[: planes.shape[2]],
+        ids_proven=True,
+        told=told,
+    )
+
+
 def stacked(rows: ForeignRows, given: Given, part: int, tool: str) -> tuple[Array, Array]:
     """K and V [layers, tokens, heads, head_dim] to write, up to the last whole `part` tokens.
 

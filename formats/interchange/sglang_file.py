@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import HALVES, Files, ForeignRows, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
 from kvsnap.formats.interchange.served_rows import (
-    by_token,
     check_chain,
     element_bytes,
     given_ids,
     given_size,
+    proven_rows,
     safe_model,
     stacked,
 )
@@ -126,18 +126,7 @@ def _read(files: Files, given: Given) -> ForeignRows:
     told = {"model": model, "pages": str(count)}
     if len(pages) > count:
         told["other pages"] = str(len(pages) - count)
-    return ForeignRows(
-        k=by_token(planes[0]),
-        v=by_token(planes[1]),
-        k_type=str(given.dtype),
-        v_type=str(given.dtype),
-        order=HALVES,
-        heads=heads,
-        head_dim=dim,
-        token_ids=ids[: count * page],
-        ids_proven=True,
-        told=told,
-    )
+    return proven_rows(planes, given, ids, told)
 
 
 def _axes(given: Given) -> str:

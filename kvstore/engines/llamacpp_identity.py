@@ -168,10 +168,11 @@ def refuse_media(llm: llama_cpp.Llama) -> None:
 def stamps_of(llm: llama_cpp.Llama) -> tuple[tuple[int, ...], ...]:
     """What tells that a file of the model or adapter was replaced; missing files tell it too."""
     paths = [*model_shards(Path(llm.model_path)), *([Path(llm.lora_path)] if llm.lora_path else [])]
-    return tuple(_stamp(path) for path in paths)
+    return tuple(map(stamp_of, paths))
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Empty for a file that is not there."""
     try:
         status = path.stat()
     except OSError:

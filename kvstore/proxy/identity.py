@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsnap.engines.gguf import model_shards
+from kvsnap.engines.llamacpp_identity import stamp_of
 from kvsnap.engines.llamacpp_load import LoadOptions
 from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Unsupported
 from kvsnap.formats.identity import Root, root_of
@@ -133,7 +134,7 @@ class Attacher:
 
     def _model(self, path: Path, kind: StateType, n_ctx: int) -> Model:
         """In a thread: load it, unless that was done for these files."""
-        stamps = tuple((part, _stamp(part)) for part in model_shards(path))
+        stamps = tuple((part, stamp_of(part)) for part in model_shards(path))
         key = (stamps, kind.layers, kind.v_trans, n_ctx)
         if key not in self._models:
             digest, size = self._store.file_digest, self._store.block_size
@@ -176,11 +177,3 @@ def _parsed(files: SlotFiles, name: str) -> SlotFile:
             "run server and proxy as the same user",
         ) from error
     return parse_slot(buffer)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
