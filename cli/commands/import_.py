@@ -35,9 +35,8 @@ Examples:
     "format_name",
     metavar="FORMAT",
     help="Another tool's file or folder: llama.cpp, llama.cpp-session, llama-server, mlx-lm,"
-    " mlx-lm-0.31,"
-    " transformers, safetensors, vllm-example, sglang, lmcache or quant.cpp. Default: what the file"
-    " itself says.",
+    " mlx-lm-0.31, transformers, safetensors, vllm-example, sglang, lmcache or quant.cpp. Default:"
+    " what the file itself says.",
 )
 @click.option(
     "--session",
@@ -53,7 +52,7 @@ Examples:
 @click.option(
     "--check-all",
     is_flag=True,
-    help="Compute all of it to compare, as slow as a prefill; else both ends, and each id once.",
+    help="Compute all of it to compare, as slow as a prefill; else some blocks, and each id once.",
 )
 @click.option(
     "--block-tokens",
@@ -92,7 +91,7 @@ def command(
     Each file in it is checked against the session's own tokens and decoded once before it counts.
 
     Or take the KV cache in another tool's FILE (or folder) as a new session. Such files do not say
-    which weights made them: --model computes the first and the last block and each token id once, and
+    which weights made them: --model computes both ends, some blocks between and each token id once, and
     what differs by more than the engine's own rounding is refused.
     """
     from kvsnap.cli.moving import pull_session, tell
