@@ -25,6 +25,7 @@ CALLS = {
     "import": ["f.kvsnap"],
     "ls": [],
     "pin": ["s"],
+    "proxy": ["--slot-dir", "nowhere"],
     "pull": ["s", "file:///nowhere"],
     "push": ["s", "file:///nowhere"],
     "recompress": ["s", "--codec", "raw"],
