@@ -44,6 +44,12 @@ def values(rows: Array, name: str) -> Array:
     return found
 
 
+def are_numbers(rows: Array, name: str) -> bool:
+    """Whether no value is infinite or not a number. Layer by layer, where there are several."""
+    layers = rows if rows.ndim > 2 else [rows]
+    return all(bool(np.isfinite(values(layer, name)).all()) for layer in layers)
+
+
 def unrotated(found: Array, size: int) -> Array:
     """Undo llama.cpp's Hadamard rotation of runs of `size` elements; the matrix is its own inverse
     (src/llama-kv-cache.cpp, `build_input_k_rot`)."""

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
-from kvsnap.formats.errors import Damaged, Unsupported, UsageError
+from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
 from kvsnap.formats.interchange.served_rows import (
-    check_chain,
     element_bytes,
     given_ids,
     given_size,
     proven_rows,
+    read_parts,
     safe_model,
     stacked,
 )
@@ -90,16 +90,8 @@ def _read(files: Files, given: Given) -> ForeignRows:
     wide, ids = element_bytes(given.dtype), given_ids(given)
     model, chunks = _of_one_model(files, given)
     keys = chunk_keys(ids, chunk)
-    count = check_chain(keys, [key in chunks for key in keys], chunk, "chunk")
-    size = 2 * layers * chunk * heads * dim * wide
-    contents = [files[chunks[key]].cast("B") for key in keys]
-    for number, content in enumerate(contents):
-        if len(content) != size:
-            raise Damaged(
-                f"chunk {number} has {len(content)} bytes, where {layers} layers, {heads} heads"
-                f" of {dim}, {chunk} tokens and {given.dtype} take {size}",
-                "give what the engine ran with; if the other chunks fit, this one is cut",
-            )
+    contents = read_parts(files, chunks, keys, chunk, "chunk", given)
+    count = len(contents)
     planes = np.empty((2, layers, count * chunk, heads, dim), f"<u{wide}")
     for number, content in enumerate(contents):
         slots = np.frombuffer(content, f"<u{wide}").reshape(layers, chunk, heads, 2 * dim)

@@ -8,12 +8,12 @@ parts before, so given ids are proven by it; what the bytes under that name are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from kvsnap.formats.errors import Damaged, Unsupported, UsageError
-from kvsnap.formats.interchange.foreign import HALVES, ForeignRows, Given
+from kvsnap.formats.interchange.foreign import HALVES, Files, ForeignRows, Given
 from kvsnap.formats.interchange.ggml import ggml_type_named
 from kvsnap.formats.layout import Array
 from kvsnap.formats.names import TokenIds, token_array
@@ -97,6 +97,31 @@ def check_chain(names: Sequence[str], there: Sequence[bool], part: int, what: st
             hint if first else "without the first one nothing of it can be used",
         )
     return len(names)
+
+
+def read_parts(
+    files: Files,
+    places: Mapping[str, str],
+    names: Sequence[str],
+    part: int,
+    what: str,
+    given: Given,
+) -> list[memoryview]:
+    """Contents of all parts of the given ids, in order. `places`: hash of a part → its path.
+
+    Raises as `check_chain`, and `Damaged` for a part that has not the size of its tokens' rows."""
+    check_chain(names, [name in places for name in names], part, what)
+    layers, heads, dim = (given_size(given, name) for name in ("layers", "heads", "head_dim"))
+    size = 2 * layers * part * heads * dim * element_bytes(given.dtype)
+    contents = [files[places[name]].cast("B") for name in names]
+    for number, content in enumerate(contents):
+        if len(content) != size:
+            raise Damaged(
+                f"{what} {number} has {len(content)} bytes, where {layers} layers, {heads} heads of"
+                f" {dim}, {part} tokens and {given.dtype} take {size}",
+                f"give what the engine ran with; if the other {what}s fit, this one is cut",
+            )
+    return contents
 
 
 def by_token(layers: Iterable[Array]) -> tuple[Array, ...]:

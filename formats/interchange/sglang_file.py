@@ -25,14 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsnap.formats.errors import Damaged, Unsupported, UsageError
+from kvsnap.formats.errors import Unsupported, UsageError
 from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
 from kvsnap.formats.interchange.served_rows import (
-    check_chain,
     element_bytes,
     given_ids,
     given_size,
     proven_rows,
+    read_parts,
     safe_model,
     stacked,
 )
@@ -107,16 +107,8 @@ def _read(files: Files, given: Given) -> ForeignRows:
     wide, axes, ids = element_bytes(given.dtype), _axes(given), given_ids(given)
     model, pages = _of_one_model(files, given)
     keys = page_keys(ids, page)
-    count = check_chain(keys, [key in pages for key in keys], page, "page")
-    size = 2 * layers * page * heads * dim * wide
-    contents = [files[pages[key]].cast("B") for key in keys]
-    for number, content in enumerate(contents):
-        if len(content) != size:
-            raise Damaged(
-                f"page {number} has {len(content)} bytes, where {layers} layers, {heads} heads of"
-                f" {dim}, {page} tokens and {given.dtype} take {size}",
-                "give what the engine ran with; if the other pages fit, this one is cut",
-            )
+    contents = read_parts(files, pages, keys, page, "page", given)
+    count = len(contents)
     sizes = {"l": layers, "p": page, "h": heads, "d": dim}
     planes = np.empty((2, layers, count * page, heads, dim), f"<u{wide}")
     order = [0, *(1 + axes.index(axis) for axis in "lphd")]

@@ -11,12 +11,11 @@ from kvsnap.engines.base import Engine, Landing
 from kvsnap.engines.llamacpp_memory import planes_of
 from kvsnap.formats.errors import Damaged, EngineError
 from kvsnap.formats.identity import Identity
+from kvsnap.formats.interchange.ggml_values import are_numbers
 from kvsnap.formats.interchange.llama_server_slot import SlotDraft, SlotFile, assemble_slot
 from kvsnap.formats.interchange.llamacpp import StateType
-from kvsnap.formats.layout import Array, Layout, Plane, Rows
+from kvsnap.formats.layout import Array, Layout, Rows
 from kvsnap.formats.names import TokenIds, token_array
-
-_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 
 
 class SlotRows:
@@ -96,17 +95,7 @@ class SlotLanding(Engine):
 
 
 def check_finite(layout: Layout, rows: Mapping[str, Array]) -> None:
-    """Raise `Damaged` where a row holds an infinity or no number, in quantized ones as far as each
-    row's first scale tells."""
+    """Raise `Damaged` where a row holds an infinity or no number."""
     for name, (_, plane) in layout.in_blocks.planes().items():
-        values, mask = _bits(plane, rows[name])
-        if bool(((values & mask) == mask).any()):
+        if not are_numbers(rows[name], plane.source_type):
             raise Damaged(f"the slot's {name} holds values that are no numbers")
-
-
-def _bits(plane: Plane, rows: Array) -> tuple[Array, int]:
-    """Unsigned integers, and the bits that are all set in what is no number."""
-    if plane.dtype in _EXPONENT:
-        return rows, _EXPONENT[plane.dtype]
-    scales = np.ascontiguousarray(rows[..., :2]).view("<u2")  # ggml's blocks begin with an f16
-    return scales, _EXPONENT["F16"]
