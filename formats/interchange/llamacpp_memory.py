@@ -82,6 +82,20 @@ def parse_memory(
     return parts
 
 
+def parse_caches(buffer: memoryview, version: int) -> tuple[State, ...]:
+    """Parse a STATE of attention alone, without its head: one KV cache, or two where a sliding window
+    has its own. Which of them it is, its length tells; other memories are refused."""
+    check_version(version)
+    reader = Reader(buffer)
+    full = read_kv(reader, version)
+    if reader.at == len(buffer):
+        return (full,)
+    window = read_kv(reader, version)
+    if reader.at != len(buffer):
+        raise Unsupported(f"{len(buffer) - reader.at} bytes follow the parts that are known")
+    return full, window
+
+
 @dataclass(frozen=True)
 class KvCells:
     """The cells of a KV part that is to be assembled: `tokens` from position `first` on."""

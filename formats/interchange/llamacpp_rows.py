@@ -51,17 +51,22 @@ def by_position(state: State, tokens: int) -> State:
 
     Raises `Damaged` unless the cells are positions 0..cells-1, each once, and no fewer than tokens.
     """
+    return rows_from(state, 0, tokens)
+
+
+def rows_from(state: State, first: int, tokens: int) -> State:
+    """The same for rows of positions first..tokens-1, as windowed layers have them."""
     cells = len(state.positions)
-    if tokens > cells:
+    if tokens > first + cells:
         raise Damaged(
-            f"the file lists {tokens} tokens and holds the rows of {cells}",
+            f"the file lists {tokens} tokens and holds the rows of {first + cells}",
             "llama.cpp fails on such a file too: save it anew",
         )
-    order = order_of(state.positions, 0, cells)
-    take = slice(tokens) if order is None else order[:tokens]
+    order = order_of(state.positions, first, first + cells)
+    take = slice(tokens - first) if order is None else order[: tokens - first]
     return replace(
         state,
-        positions=np.arange(tokens, dtype=np.int64),
+        positions=np.arange(first, tokens, dtype=np.int64),
         k=tuple(rows[take] for rows in state.k),
         v=tuple(rows[take] for rows in state.v),
     )

@@ -43,7 +43,7 @@ class Check:
         self, engine: Engine, target: Target, rows: Rows, ids: TokenIds, block_size: int
     ) -> None:
         self.engine, self.rows, self.ids, self.block_size = engine, rows, ids, block_size
-        self.rounding = Rounding(engine, target)
+        self.rounding = Rounding(engine, target.types, target.rotation)
         self.difference = 0.0
         """The largest one that was found, and taken."""
         self._first_v = f"{target.layout.groups[0].name}.v"

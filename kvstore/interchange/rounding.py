@@ -10,6 +10,7 @@ of transformers; rows that are one position off, or in another order, differ by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvsnap.formats.interchange.ggml_values import unrotated, values
 from kvsnap.formats.layout import Array, Rows
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.fidelity import mark_lossy
-from kvsnap.kvstore.interchange.fitting import Target
 from kvsnap.kvstore.measure.live import MEASURED
 
 ALONE = 16
@@ -51,14 +51,15 @@ class Difference:
 class Rounding:
     """Of one engine; `bound` is up to what rows count as the same."""
 
-    def __init__(self, engine: Engine, target: Target) -> None:
-        self._engine, self._target = engine, target
+    def __init__(self, engine: Engine, types: Mapping[str, str], rotation: tuple[int, int]) -> None:
+        """`types`: element types by plane; `rotation`: of K and of V, the runs that are rotated."""
+        self._engine, self._types, self._rotation = engine, types, rotation
         self.measured = 0.0
 
     @property
     def step(self) -> float:
         """What storing the rows may round them by, a few times over."""
-        return 4 * max(_STEP.get(kind, _COARSE) for kind in self._target.types.values())
+        return 4 * max(_STEP.get(kind, _COARSE) for kind in self._types.values())
 
     @property
     def bound(self) -> float:
@@ -93,7 +94,7 @@ class Rounding:
         self._engine.truncate(start)
         landing = self._engine.landing(len(ids), start)
         for name, array in landing.rows.items():
-            array[...] = _moved(rows[name], self._target.types[name])
+            array[...] = _moved(rows[name], self._types[name])
         mark_lossy(self._engine, MEASURED, landing, ids)
         self._engine.load(landing, ids)
 
@@ -115,8 +116,8 @@ class Rounding:
 
     def values(self, name: str, rows: Array) -> Array:
         """float32, as the engine attends to them: not rotated."""
-        found = values(rows, self._target.types[name])
-        return unrotated(found, self._target.rotation[name.endswith(".v")])
+        found = values(rows, self._types[name])
+        return unrotated(found, self._rotation[name.endswith(".v")])
 
 
 def _divided(rows: Rows, tokens: int) -> tuple[Rows, Rows]:

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvsnap.formats.codecs import Codec
+from kvsnap.formats.interchange.llama_server_slot import SlotFile
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.proxy.answer import Outcome
 from kvsnap.kvstore.proxy.identity import saved_slot
@@ -18,11 +21,14 @@ from kvsnap.kvstore.proxy.slots import Known
 from kvsnap.kvstore.proxy.told import Told
 from kvsnap.kvstore.proxy.truth import NOT_HONOURED
 from kvsnap.kvstore.proxy.upstream import SlotNow, Upstream, UpstreamError
+from kvsnap.kvstore.proxy.windows import with_rows_from
 from kvsnap.kvstore.store import Store
 
 AT_ONCE = 2
 """Slot files in memory, of those that are restored and of those that were saved: a long conversation
 of a large model is a gigabyte."""
+_QUIET = 1.0
+"""Seconds after an answer in which programs ask the next question; people take longer."""
 _PAUSE = 0.2
 _PATIENCE = 50
 """Looks, 0.2 s apart, at a slot whose client is gone."""
@@ -77,10 +83,12 @@ class Endings:
             await self._until_idle(chosen.slot, auth)
         ended = Ended(ids, cached, generated)
         stored = found.stored if found is not None else 0
-        if new_blocks(ended, stored, self._store.block_size):
+        # What a slot with windows holds has to be known to the last token (`Slots.held`).
+        if live.attached.window or new_blocks(ended, stored, self._store.block_size):
             async with self._storing:
-                await self._save(live, chosen.slot, ended, auth, let_go)
+                lacking = await self._save(live, chosen.slot, ended, stored, auth, let_go)
         else:
+            lacking = None
             async with live.slots.saving(chosen.slot):
                 now = await self._slot(chosen.slot, auth)
             whole = len(ids) + max((generated or 1) - 1, 0)
@@ -90,16 +98,20 @@ class Endings:
         computed = outcome.count("prompt_n")
         if cached is not None and computed is not None:
             await asyncio.to_thread(self._store.index.count_request, deepest, cached, computed)
+        if lacking is not None:
+            await self._fetch(live, chosen.slot, lacking, stored, auth)
 
     async def _save(
         self,
         live: Live,
         number: int,
         ended: Ended,
+        stored: int,
         auth: Mapping[str, str],
         let_go: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Store what is new in a slot."""
+    ) -> Known | None:
+        """Store what is new in a slot; the first `stored` tokens are not. What it holds, if rows are
+        to be fetched for that."""
         async with live.slots.saving(number):
             slot = await saved_slot(self._upstream, self._files, number, auth)
             now = await self._slot(number, auth)
@@ -108,9 +120,54 @@ class Endings:
         known = Known(slot.token_ids[:sure].copy(), now.tokens, now.task)
         live.slots.note(number, known if is_all else None)
         await let_go()
-        if sure >= self._store.block_size:
-            attached = live.attached
-            await asyncio.to_thread(store_blocks, self._store, attached, self._codec, slot, sure)
+        stored, filled = (count // self._store.block_size for count in (stored, sure))
+        if filled <= stored:
+            return None
+        if _lacks(slot, stored * self._store.block_size):
+            return known if is_all else None
+        await asyncio.to_thread(store_blocks, self._store, live.attached, self._codec, slot, sure)
+        return None
+
+    async def _fetch(
+        self, live: Live, number: int, known: Known, stored: int, auth: Mapping[str, str]
+    ) -> None:
+        """Store a slot whose file lacks rows of sliding windows: it is cut for them, and holds nothing
+        of use afterwards. So that is done when no next turn came for it."""
+        await asyncio.sleep(_QUIET)
+        claim, slots = await live.slots.claim(), live.slots
+        try:
+            if not slots.take_again(claim, number, known, await self._upstream.slots(auth)):
+                return
+            slots.asks(number, known.token_ids)
+            slots.ending(number)
+
+            async def cut(ids: TokenIds) -> SlotFile:
+                return await self._cut(live, number, ids, auth)
+
+            start = stored // self._store.block_size * self._store.block_size
+            async with self._storing:
+                async with slots.saving(number):
+                    slot = await saved_slot(self._upstream, self._files, number, auth)
+                if not np.array_equal(slot.token_ids, known.token_ids):
+                    return
+                slot = await with_rows_from(slot, start, live.attached.window, cut)
+                tokens = len(slot.token_ids)
+                await asyncio.to_thread(
+                    store_blocks, self._store, live.attached, self._codec, slot, tokens
+                )
+        finally:
+            if claim.release() and claim.slot >= 0:
+                slots.has_ended(number)
+
+    async def _cut(
+        self, live: Live, number: int, ids: TokenIds, auth: Mapping[str, str]
+    ) -> SlotFile:
+        """Cut a slot to its first tokens, and save it; like any other request."""
+        async with live.slots.launch():
+            await live.slots.start(lambda: self._upstream.slots(auth), number)
+            await self._upstream.evaluate(number, ids.tolist(), go_on=True, auth=auth)
+        async with live.slots.saving(number):
+            return await saved_slot(self._upstream, self._files, number, auth)
 
     async def _until_idle(self, number: int, auth: Mapping[str, str]) -> None:
         """The server notices within a second that a client is gone, and lets the slot go."""
@@ -124,6 +181,11 @@ class Endings:
             if one.number == number:
                 return one
         raise UpstreamError(f"the server has no slot {number} any more")
+
+
+def _lacks(slot: SlotFile, start: int) -> bool:
+    """Whether rows of windowed layers are missing after the first `start` tokens."""
+    return slot.window is not None and int(slot.window.positions[0]) > start
 
 
 def _is_ours(chosen: Chosen, cached: int | None) -> bool:

@@ -20,17 +20,20 @@ from kvsnap.formats.errors import Damaged, KvsnapError, NotFound, Unsupported
 from kvsnap.formats.identity import Root, root_of
 from kvsnap.formats.interchange.llama_server_slot import SLOT_VERSION, SlotFile, parse_slot
 from kvsnap.formats.interchange.llamacpp import StateType
-from kvsnap.formats.layout import Layout
-from kvsnap.formats.names import common_prefix
+from kvsnap.formats.layout import Layout, Rows
+from kvsnap.formats.names import TokenIds, common_prefix
 from kvsnap.formats.tenant import Tenant, tenant_id
 from kvsnap.kvstore.proxy.measure import Rates
-from kvsnap.kvstore.proxy.model import PROBE_TOKENS, Model, load_model, probe_ids
-from kvsnap.kvstore.proxy.rows import SlotRows
+from kvsnap.kvstore.proxy.model import PROBE_TOKENS, RECURRENT, Model, load_model, probe_ids
+from kvsnap.kvstore.proxy.rows import SlotLanding, SlotRows
 from kvsnap.kvstore.proxy.slot_files import SlotFiles
 from kvsnap.kvstore.proxy.upstream import Props, Upstream
+from kvsnap.kvstore.proxy.windows import with_rows_from
 from kvsnap.kvstore.store import Store
 
 _TRIES = 3
+_FIRST = 1
+"""A token after the probe; every vocabulary has it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Attached:
     process: str
     root: Root
     layout: Layout
-    kind: StateType
-    """Of its slot files."""
+    kinds: tuple[StateType, ...]
+    """Of the memories in its slot files."""
+    window: int
+    """Tokens, of the layers with a sliding window; 0 where there are none."""
     slots: int
     n_ctx: int
     has_adapters: bool
@@ -73,7 +78,7 @@ class Attacher:
                 "the server applies LoRA adapters, which change what its rows mean",
                 "set their scales to 0, or give requests their own",
             )
-        slot = await self._probed(rates)
+        number, slot = await self._probed(rates)
         if slot.version != SLOT_VERSION:
             raise Unsupported(
                 f"the server writes slot files of sequence version {slot.version}, kvsnap version"
@@ -81,7 +86,7 @@ class Attacher:
                 "use a llama-server that kvsnap supports, or a newer kvsnap",
             )
         model = await asyncio.to_thread(self._model, path, slot.state.type, props.n_ctx)
-        model.refuse(slot.state.type)
+        model.refuse(slot.kinds)
         rows = SlotRows(model.layout, slot, PROBE_TOKENS).export(0, PROBE_TOKENS)
         parted = await asyncio.to_thread(model.difference, rows)
         if parted is not None:
@@ -90,13 +95,16 @@ class Attacher:
                 "start the proxy with the server's own --rope-… and --yarn-… options; control vectors"
                 " and other weights than --model cannot be served",
             )
+        if model.window:
+            await self._check_windows(number, model, slot, rows)
         self._store.keys.add(self._wanted.tenant)
         self._store.check_tenant(tenant_id(self._wanted.tenant))
         return Attached(
             process=props.process,
             root=root_of(model.identity, self._wanted.tenant),
             layout=model.layout,
-            kind=slot.state.type,
+            kinds=slot.kinds,
+            window=model.window,
             slots=props.slots,
             n_ctx=props.n_ctx,
             has_adapters=bool(adapters),
@@ -111,9 +119,9 @@ class Attacher:
             )
         return path.absolute()
 
-    async def _probed(self, rates: Rates) -> SlotFile:
-        """The slot file of the probe, computed by the server. Somebody's request may clear the slot
-        before it is saved: then once more."""
+    async def _probed(self, rates: Rates) -> tuple[int, SlotFile]:
+        """A slot, and its file with the probe that the server computed in it. Somebody's request may
+        clear the slot before it is saved: then once more."""
         ids = probe_ids()
         for _ in range(_TRIES):
             now = await self._upstream.slots()
@@ -125,11 +133,47 @@ class Attacher:
             except Unsupported as error:
                 raise _no_use(error) from error
             if common_prefix(found.token_ids, ids) == len(ids):
+                found = await self._unmasked(slot, found)
                 await self._upstream.slot_action(slot, "erase")
-                return found
+                return slot, found
         raise Damaged(
             "the server's slot does not hold the prompt that it was given",
             "somebody else uses its slots by number: leave them to the proxy",
+        )
+
+    async def _unmasked(self, number: int, slot: SlotFile) -> SlotFile:
+        """With the rows of windows that are shorter than the probe."""
+        if slot.window is None:
+            return slot
+
+        async def cut(ids: TokenIds) -> SlotFile:
+            await self._upstream.evaluate(number, ids.tolist(), go_on=True)
+            return await saved_slot(self._upstream, self._files, number)
+
+        return await with_rows_from(slot, 0, len(slot.window.positions), cut)
+
+    async def _check_windows(self, number: int, model: Model, slot: SlotFile, rows: Rows) -> None:
+        """Whether the server goes on from a restored slot of a model with sliding windows: without
+        --swa-full it computes the prompt anyhow. Its count of the next prompt tells."""
+        ids = probe_ids()
+        engine = SlotLanding(model.layout, slot.kinds, ids)
+        landing = engine.landing(len(ids))
+        for name, array in rows.items():
+            landing.rows[name][...] = array
+        engine.load(landing, ids)
+        assert engine.draft is not None
+        for _ in range(_TRIES):
+            with self._files.name() as name:
+                self._files.write(name, engine.draft.buffer)
+                await self._upstream.slot_action(number, "restore", name)
+            timings = await self._upstream.evaluate(number, [*ids.tolist(), _FIRST], go_on=True)
+            await self._upstream.slot_action(number, "erase")
+            if timings.get("cache_n") == len(ids):
+                return
+        raise Unsupported(
+            "this model has sliding windows, and the server does not go on from a slot that is restored:"
+            " requests are forwarded as they come",
+            "start llama-server with --swa-full",
         )
 
     def _model(self, path: Path, kind: StateType, n_ctx: int) -> Model:
@@ -156,11 +200,7 @@ def _no_use(error: Unsupported) -> Unsupported:
     """Why the slots of this model or server cannot be used."""
     if "sliding-window" not in error.what:
         return error
-    return Unsupported(
-        "this model keeps more than K and V of every token (sliding windows, recurrent layers), and a"
-        " slot file does not bring that back: requests are forwarded as they come",
-        "kvsnap save and kvsnap.llama_server handle such models",
-    )
+    return Unsupported(RECURRENT, "kvsnap save and kvsnap.llama_server handle such models")
 
 
 def _parsed(files: SlotFiles, name: str) -> SlotFile:

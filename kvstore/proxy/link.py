@@ -26,7 +26,7 @@ class Live:
 
     def __init__(self, props: Props, attached: Attached, rates: Rates) -> None:
         self.props, self.attached, self.rates = props, attached, rates
-        self.slots, self.truth = Slots(attached.slots), Truth()
+        self.slots, self.truth = Slots(attached.slots, windows=attached.window > 0), Truth()
 
 
 class Link:

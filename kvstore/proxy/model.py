@@ -7,7 +7,7 @@ stores serves both. The model is loaded with a small context, computes one promp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,15 @@ from kvsnap.engines.llamacpp_identity import identity_of
 from kvsnap.engines.llamacpp_load import LoadOptions, load_llama
 from kvsnap.formats.errors import Unsupported
 from kvsnap.formats.identity import Identity
-from kvsnap.formats.interchange.llamacpp import StateType
+from kvsnap.formats.interchange.llamacpp import LayerType, StateType
 from kvsnap.formats.layout import Layout, Rows
 from kvsnap.formats.names import TokenIds, token_array
-from kvsnap.kvstore.interchange.fitting import Target
 from kvsnap.kvstore.interchange.rounding import Difference, Rounding
 
+RECURRENT = (
+    "this model keeps more than K and V of every token (recurrent layers), and a slot file does not"
+    " bring that back: requests are forwarded as they come"
+)
 PROBE_TOKENS = 64
 _ROUND = 256
 _FIRST, _COUNT = 3, 190
@@ -39,15 +42,18 @@ class Model:
 
     identity: Identity
     layout: Layout
-    kind: StateType
-    """Layers, types and rotation as the library has them, in the library's own form."""
+    layers: tuple[tuple[LayerType, ...], ...]
+    """Of each memory of its slots."""
+    rotation: tuple[int, int]
+    window: int
+    """Tokens, of the layers with a sliding window; 0 where there are none."""
     rows: Rows
     rounding: Rounding
 
-    def refuse(self, kind: StateType) -> None:
-        """Raise `Unsupported` where the server's slots are not of this kind."""
-        theirs = (kind.layers, kind.rotation_k, kind.rotation_v)
-        if theirs != (self.kind.layers, self.kind.rotation_k, self.kind.rotation_v):
+    def refuse(self, kinds: Sequence[StateType]) -> None:
+        """Raise `Unsupported` where the server's slots are not of these kinds."""
+        rotations = {(kind.rotation_k, kind.rotation_v) for kind in kinds}
+        if tuple(kind.layers for kind in kinds) != self.layers or rotations != {self.rotation}:
             raise Unsupported(
                 "the server's slots have other layers, types or rotation than this model has here",
                 "give the model that the server runs with --model, and a llama-cpp-python and"
@@ -91,17 +97,17 @@ def load_model(
             tokens = rope.original_context + _ROUND if long else PROBE_TOKENS
             llm = load_llama(path, dataclasses.replace(wanted, ctx=tokens), tokens)
             engine = LlamaCpp(llm)
-        if not engine.memory.is_plain:
-            raise Unsupported(
-                "this model keeps more than K and V of every token (sliding windows, recurrent"
-                " layers), and a slot file does not bring that back",
-                "use it without kvsnap proxy; kvsnap.llama_server and kvsnap save handle it",
-            )
+        parts = engine.memory.parts
+        kv = [part.layers for part in parts if isinstance(part, StateType)]
+        if engine.layout.needs_state or len(kv) < len(parts):
+            raise Unsupported(RECURRENT, "kvsnap save and kvsnap.llama_server handle such models")
         identity = identity_of(llm, engine.facts, engine.layout, block_size, file_digest)
-        rounding = Rounding(engine, Target(identity))
+        facts = engine.facts
+        rotation = (facts.rotation_k, facts.rotation_v)
+        types = {name: plane.source_type for name, (_, plane) in engine.layout.planes().items()}
+        rounding = Rounding(engine, types, rotation)
         rows = {name: array.copy() for name, array in rounding.computed(probe_ids(), 0).items()}
-        part = engine.memory.parts[0]
-        assert isinstance(part, StateType)
-        return Model(identity, engine.layout, part, rows, rounding)
+        window = engine.memory.window
+        return Model(identity, engine.layout, tuple(kv), rotation, window, rows, rounding)
     finally:
         llm.close()

@@ -46,7 +46,7 @@ def draft(store: Store, attached: Attached, rates: Rates, ids: TokenIds, held: i
     """In a thread. `held`: how many of the prompt's first tokens a slot holds already. The last token
     is left to compute: a slot has no logits to sample from. Damage makes it shorter."""
     started = time.perf_counter()
-    engine = SlotLanding(attached.layout, attached.kind, ids)
+    engine = SlotLanding(attached.layout, attached.kinds, ids)
     reader = _Reader(store, engine, rates, held)
     limit = min(len(ids) - 1, attached.n_ctx - 1)
     with store.holds.lease() as lease:

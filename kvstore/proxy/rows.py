@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,15 @@ class SlotRows:
     def __init__(self, layout: Layout, slot: SlotFile, tokens: int) -> None:
         self.layout = layout
         self._ids = slot.token_ids[:tokens]
-        self._k, self._v = slot.state.k, slot.state.v
+        memories = [slot.state] if slot.window is None else [slot.state, slot.window]
+        self._k = [(int(own.positions[0]), rows) for own in memories for rows in own.k]
+        self._v = [(int(own.positions[0]), rows) for own in memories for rows in own.v]
 
     def token_ids(self) -> TokenIds:
         return self._ids.copy()
 
     def export(self, start: int, stop: int) -> Rows:
-        """Raises `Damaged` for rows that are no numbers.
+        """Raises `Damaged` for rows that are no numbers, or not there (of windowed layers).
 
         Layers are taken one by one: those of a slot whose cells are not in order are copies, each in
         memory of its own, and no view spans them as it does the layers of one buffer.
@@ -39,8 +41,14 @@ class SlotRows:
         first = 0
         for group in self.layout.groups:
             for name, layers in (("k", self._k), ("v", self._v)):
-                own = [layer[start:stop] for layer in layers[first : first + group.layers]]
-                rows[f"{group.name}.{name}"] = np.stack(own)
+                own = layers[first : first + group.layers]
+                if any(begins > start for begins, _ in own):
+                    raise Damaged(
+                        f"the slot lacks the rows of {group.name} layers at token {start}"
+                    )
+                rows[f"{group.name}.{name}"] = np.stack(
+                    [layer[start - begins : stop - begins] for begins, layer in own]
+                )
             first += group.layers
         check_finite(self.layout, rows)
         return rows
@@ -53,8 +61,8 @@ class SlotLanding(Engine):
     """What a `ChainReader` asks: an engine that holds nothing, and keeps the slot file that is loaded
     into it as `draft`, for `token_ids` and the first of them."""
 
-    def __init__(self, layout: Layout, kind: StateType, token_ids: TokenIds) -> None:
-        self._layout, self._kind, self._ids = layout, kind, token_ids
+    def __init__(self, layout: Layout, kinds: Sequence[StateType], token_ids: TokenIds) -> None:
+        self._layout, self._kinds, self._ids = layout, kinds, token_ids
         self.draft: SlotDraft | None = None
         self.tokens = 0
 
@@ -70,7 +78,7 @@ class SlotLanding(Engine):
         return token_array([])
 
     def landing(self, stop: int, start: int = 0) -> Landing:
-        draft = assemble_slot(self._ids[:stop], self._kind)
+        draft = assemble_slot(self._ids[:stop], *self._kinds)
         return Landing(start, stop, planes_of(self._layout.groups, draft.k, draft.v), draft)
 
     def load(self, landing: Landing, token_ids: TokenIds) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvsnap.formats.codecs import Codec
 from kvsnap.formats.errors import Damaged
 from kvsnap.formats.interchange.llama_server_slot import SlotFile
+from kvsnap.formats.interchange.llamacpp import StateType
 from kvsnap.formats.names import TokenIds, common_prefix
 from kvsnap.kvstore.chain_writer import ChainWriter
 from kvsnap.kvstore.proxy.identity import Attached
@@ -44,12 +45,8 @@ def store_blocks(
 ) -> int:
     """In a thread: store what is new among the first `tokens` tokens; how many blocks were written.
     Raises `KvsnapError`."""
-    theirs, ours = slot.state.type, attached.kind
-    if (theirs.layers, theirs.rotation_k, theirs.rotation_v) != (
-        ours.layers,
-        ours.rotation_k,
-        ours.rotation_v,
-    ):
+    theirs, ours = slot.kinds, attached.kinds
+    if [same_slots(kind) for kind in theirs] != [same_slots(kind) for kind in ours]:
         raise Damaged(
             "the server's slot is of another kind than at the start",
             "start the proxy anew: another model was loaded",
@@ -66,6 +63,11 @@ def store_blocks(
 
     try_again(put)
     return len(writer.written)
+
+
+def same_slots(kind: StateType) -> object:
+    """What is equal in all slot files of one server."""
+    return kind.layers, kind.rotation_k, kind.rotation_v
 
 
 def new_blocks(ended: Ended, stored: int, block_size: int) -> bool:

@@ -56,10 +56,11 @@ class _Asked:
 
 
 class Slots:
-    """The slots of one upstream process, for one event loop."""
+    """The slots of one upstream process, for one event loop. `windows`: of a model with sliding windows,
+    whose slots are not to be cut (`held`)."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, *, windows: bool = False) -> None:
+        self.count, self._windows = count, windows
         self._free = asyncio.Semaphore(count)
         self._taken: set[int] = set()
         self._running: set[int] = set()
@@ -93,6 +94,9 @@ class Slots:
             # Of a slot that loses half the server makes a copy in memory, and may put another of its
             # copies in its place, which nobody here knows.
             spoils = common * 2 <= known.tokens + 2
+            # Rows that a window masks may have been overwritten where slots share a cache; whoever goes
+            # back behind them computes with what is left. llama-server does not look.
+            spoils = spoils or (self._windows and common < known.tokens)
             if common > best[1] and not spoils:
                 best = (slot.number, common)
         return best
@@ -113,6 +117,16 @@ class Slots:
         self._taken.add(slot)
         self._turn += 1
         self._order[slot] = self._turn
+
+    def take_again(self, claim: Claim, number: int, known: Known, now: Sequence[SlotNow]) -> bool:
+        """Claim a slot if it is idle, and still as it was left; nobody builds on it then."""
+        if self._known.get(number) is not known:
+            return False
+        if not any(one.number == number and known.still(one) for one in self._idle(now)):
+            return False
+        claim.take(number)
+        self.note(number, None)
+        return True
 
     def let_go(self, slot: int) -> None:
         self._taken.discard(slot)
@@ -212,7 +226,9 @@ class Claim:
         self.slot = slot
         self._slots.taken(slot)
 
-    def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
+    def release(self) -> bool:
+        """False where that was done before: the slot may be somebody else's by now."""
+        was_held, self._is_held = self._is_held, False
+        if was_held:
             self._slots.let_go(self.slot)
+        return was_held

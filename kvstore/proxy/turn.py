@@ -107,8 +107,8 @@ class Turns:
                         await let_go()
 
                 async def let_go() -> None:
-                    claim.release()
-                    live.slots.has_ended(chosen.slot)
+                    if claim.release():
+                        live.slots.has_ended(chosen.slot)
 
                 ending = end
                 live.slots.asks(chosen.slot, ids)

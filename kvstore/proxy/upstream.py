@@ -132,16 +132,24 @@ class Upstream:
         found = await self._json("POST", path, json=body, auth=auth)
         return found if isinstance(found, dict) else {}
 
-    async def evaluate(self, slot: int, token_ids: list[int]) -> dict[str, Any]:
-        """Compute a prompt in one slot, from nothing; the answer's `timings`."""
+    async def evaluate(
+        self,
+        slot: int,
+        token_ids: list[int],
+        *,
+        go_on: bool = False,
+        auth: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Compute a prompt in one slot, from nothing or (`go_on`) from what it holds; the answer's
+        `timings`."""
         body = {
             "prompt": token_ids,
             "n_predict": 0,
             "id_slot": slot,
-            "cache_prompt": False,
+            "cache_prompt": go_on,
             "n_cache_reuse": 0,
         }
-        found = await self._json("POST", "/completion", json=body)
+        found = await self._json("POST", "/completion", json=body, auth=auth)
         timings = found.get("timings")
         return timings if isinstance(timings, dict) else {}
 

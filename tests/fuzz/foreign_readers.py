@@ -83,6 +83,9 @@ def slot(data: bytes) -> SlotFile:
 def slot_rows(found: SlotFile) -> None:
     in_order(found.state)
     assert len(found.state.positions) == len(found.token_ids)
+    if found.window is not None:
+        first = len(found.token_ids) - len(found.window.positions)
+        assert found.window.positions.tolist() == list(range(first, len(found.token_ids)))
 
 
 def unpickled(data: bytes) -> object:

@@ -11,6 +11,8 @@ import numpy as np
 from kvsnap.formats.interchange import get_format
 from kvsnap.formats.interchange.foreign import GGUF, HALVES, ForeignRows, Given
 from kvsnap.formats.interchange.torch_zip import read_entries
+from kvsnap.formats.names import token_array
+from tests.formats.interchange.windowed_slots import slot_file
 from tests.fuzz.seeds import GOLDEN
 
 _LAYERS, _HEADS, _DIM = 2, 2, 8
@@ -65,6 +67,12 @@ def files(name: str) -> list[bytes]:
         return [bundled(one) for one in written]
     own = [data for one in written for data in one.values()]
     return [*own, *(data for text in _SAMPLES[name] for data in _golden(text))]
+
+
+def slots() -> list[bytes]:
+    """Slots of one memory, and of two."""
+    windowed = [slot_file(token_array(IDS), first) for first in (0, 6)]
+    return [*files("llama-server"), *map(bytes, windowed)]
 
 
 def _told(name: str) -> Given:

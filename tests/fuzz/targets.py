@@ -130,7 +130,7 @@ TARGETS = (
         for name, mutate in _FOREIGN.items()
     ),
     Target(
-        "foreign, slot", partial(foreign_seeds.files, "llama-server"), states.changed,
+        "foreign, slot", foreign_seeds.slots, states.changed,
         partial(foreign_readers.recognised, "llama-server"), foreign_readers.slot,
         (foreign_readers.slot_rows,), share=0.5,
     ),

@@ -141,7 +141,9 @@ def story(
             logging.getLogger("kvsnap").removeHandler(handler)
 
 
-def conversation(one: Story, turns: int, *, restart: bool = True, pause: float = 0) -> None:
+def conversation(
+    one: Story, turns: int, *, restart: bool = True, pause: float = 0, system: str = SYSTEM
+) -> None:
     """Chat through the proxy; the server is killed before each turn but the first."""
     assert one.proxy is not None
     kept: list[bytes] = []
@@ -154,7 +156,7 @@ def conversation(one: Story, turns: int, *, restart: bool = True, pause: float =
     slot_files.SlotFiles.write = keeping  # type: ignore[method-assign]
     try:
         client, before = one.client(), token_array([])
-        messages = [{"role": "system", "content": SYSTEM}]
+        messages = [{"role": "system", "content": system}]
         for turn in range(turns):
             if turn and restart:
                 one.server.restart()
@@ -172,7 +174,7 @@ def conversation(one: Story, turns: int, *, restart: bool = True, pause: float =
             text = answer.choices[0].message.content
             told = ""
             one.proxy.settle()
-            if kept and restart:
+            if turn and kept and restart:
                 same = _again(one.server, kept[-1], messages)
                 told = "same text as without the proxy" if same == text else f"OTHER TEXT {same!r}"
             say(
@@ -216,15 +218,11 @@ def main() -> None:
         _,
     ):
         one.stand()
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: _talk(one, name), ("Ann. ", "Bob. ")))
-        one.proxy.settle()  # type: ignore[union-attr]
+        _both(one, SYSTEM)
 
     with story("Two clients at once, and slots that are cleared", binary) as (one, _):
         one.stand()
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: _talk(one, name, turns=3, sure=False), ("Ann. ", "Bob. ")))
-        one.proxy.settle()  # type: ignore[union-attr]
+        _both(one, SYSTEM)
 
     with story("A client that goes away in the middle of an answer", binary) as (one, _):
         _goes_away(one)
@@ -278,6 +276,21 @@ def main() -> None:
                 one.stand()
                 _plain(one)
                 check("sliding" in " ".join(warnings), "the reason is said")
+            full = ("--swa-full",)
+            with story("The same with all rows of its windows", binary, *full, model=path) as (
+                one,
+                warnings,
+            ):
+                one.stand()
+                conversation(one, 6, system=SYSTEM * 6)
+                check(not warnings, "it is served")
+            with story("And two clients", binary, *full, "--no-cache-idle-slots", model=path) as (
+                one,
+                warnings,
+            ):
+                one.stand()
+                _both(one, SYSTEM * 6)
+                check(not warnings, "it is served")
     say("\nall of it holds")
 
 
@@ -346,11 +359,19 @@ def _control_vector(path: Path) -> str:
     return str(path)
 
 
-def _talk(one: Story, name: str, turns: int = 3, *, sure: bool = True) -> None:
+def _both(one: Story, system: str) -> None:
+    """Two clients talk at the same time, three turns each."""
+    assert one.proxy is not None
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: _talk(one, name, system), ("Ann. ", "Bob. ")))
+    one.proxy.settle()
+
+
+def _talk(one: Story, name: str, system: str) -> None:
     client = one.client()
-    messages = [{"role": "system", "content": name + SYSTEM}]
+    messages = [{"role": "system", "content": name + system}]
     before = token_array([])
-    for turn in range(turns):
+    for turn in range(3):
         messages.append({"role": "user", "content": QUESTIONS[turn]})
         ids = one.server.ids(messages)
         stream = client.chat.completions.create(

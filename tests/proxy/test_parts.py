@@ -243,7 +243,7 @@ LAYOUT = Layout(groups=(Group(name="full", layers=2, planes=PLANES),))
 
 def written(tokens: int) -> Any:
     """A slot file of `tokens` tokens, whose every element says where it belongs."""
-    engine = SlotLanding(LAYOUT, KIND, IDS)
+    engine = SlotLanding(LAYOUT, [KIND], IDS)
     landing = engine.landing(tokens)
     for name, array in landing.rows.items():
         layers, count, width = array.shape

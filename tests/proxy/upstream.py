@@ -33,6 +33,7 @@ from kvsnap.engines.llamacpp_memory import planes_of
 from kvsnap.formats.errors import Damaged, KvsnapError
 from kvsnap.formats.interchange.llama_server_slot import assemble_slot, parse_slot
 from kvsnap.formats.interchange.llamacpp import StateType
+from kvsnap.formats.interchange.llamacpp_memory import KvCells, assemble_memory
 from kvsnap.formats.names import common_prefix, token_array
 from kvsnap.kvstore.proxy.rows import SlotRows
 
@@ -68,9 +69,11 @@ class Server:
         )
         self.llm = load_llama(Path(options.model), load, options.ctx)
         self.engine = LlamaCpp(self.llm)
-        part = self.engine.memory.parts[0]
-        assert isinstance(part, StateType)
-        self.kind = dataclasses.replace(part, version=4, v_trans=False, n_stream=1)
+        self.kinds = [
+            dataclasses.replace(part, version=4, v_trans=False, n_stream=1)
+            for part in self.engine.memory.parts
+            if isinstance(part, StateType)
+        ]
         self.slots = [Slot(n) for n in range(options.slots)]
         self.loaded: Slot | None = None
         self.marker = options.marker or secrets.token_hex(16)
@@ -109,7 +112,7 @@ class Server:
 
     def save(self, slot: Slot, path: Path) -> int:
         self._leave()
-        draft = assemble_slot(slot.ids, self.kind) if len(slot.ids) else None
+        draft = assemble_slot(slot.ids, *self.kinds) if len(slot.ids) else None
         if draft is None:
             words = np.array([0x67677371, 4, 4, 2**32 - 1, 1, 0, 0, 1, 0], "<u4")
             path.write_bytes(words.tobytes())
@@ -124,8 +127,24 @@ class Server:
             draft.v[-1][-1] = 0x7E00
         if self.options.spoil == "ids":
             buffer[24:28] = 9
+        if len(self.kinds) > 1:
+            buffer = self._masked(slot, buffer)
         path.write_bytes(buffer.tobytes())
         return len(slot.ids)
+
+    def _masked(self, slot: Slot, buffer: Any) -> Any:
+        """The same file with the last window of the windowed layers, as llama.cpp writes it."""
+        tokens, window = len(slot.ids), self.engine.memory.window
+        lost = self.options.lose if tokens > self.options.lose else 0
+        first = max(0, tokens - window, lost)
+        cells = [KvCells(tokens), KvCells(tokens - first, first)]
+        memory = assemble_memory(self.kinds, cells, tokens)
+        names = iter(self.engine.layout.groups)
+        for part, start in zip(memory.parts, (0, first), strict=True):
+            group = next(names)
+            for name, view in planes_of([group], *part).items():
+                view[...] = slot.rows[name][:, start:]
+        return np.concatenate([buffer[: 12 + 4 * (4 + tokens)], memory.buffer[8:]])
 
     def restore(self, slot: Slot, path: Path) -> int:
         self._leave()
@@ -139,7 +158,7 @@ class Server:
             raise Refused(400, f"Unable to restore slot: {error.what}") from error
         except KvsnapError as error:
             raise Refused(400, f"Unable to restore slot: {error.what}") from error
-        if found.state.type.layers != self.kind.layers:
+        if [kind.layers for kind in found.kinds] != [kind.layers for kind in self.kinds]:
             raise Refused(400, "Unable to restore slot: other layers")
         others = sum(len(one.ids) for one in self.slots if one is not slot)
         if self.options.unified and others + len(found.token_ids) > self.options.ctx:
@@ -461,6 +480,7 @@ def main() -> None:
     parser.add_argument("--cache-type", default="f16")
     parser.add_argument("--clear-idle", action="store_true")
     parser.add_argument("--unified", action="store_true", help="slots share one cache")
+    parser.add_argument("--lose", type=int, default=0, help="windowed rows before that are lost")
     parser.add_argument("--ignore-restore", action="store_true")
     parser.add_argument("--refuse-restore", action="store_true")
     parser.add_argument("--slot-version", type=int, default=4)
