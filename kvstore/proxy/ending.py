@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from kvsnap.formats.codecs import Codec
 from kvsnap.formats.interchange.llama_server_slot import SlotFile
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.proxy.answer import Outcome
+from kvsnap.kvstore.proxy.choosing import Chosen
 from kvsnap.kvstore.proxy.identity import saved_slot
 from kvsnap.kvstore.proxy.link import Live
 from kvsnap.kvstore.proxy.restore import Draft
@@ -32,19 +32,6 @@ _QUIET = 1.0
 _PAUSE = 0.2
 _PATIENCE = 50
 """Looks, 0.2 s apart, at a slot whose client is gone."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Where a request goes. `restored` tokens were restored into the slot, or it holds `held` of them."""
-
-    slot: int
-    restored: int
-    held: int
-
-    @property
-    def reused(self) -> int:
-        return self.restored or self.held
 
 
 class Endings:
@@ -81,7 +68,7 @@ class Endings:
             return
         if not outcome.complete:
             await self._until_idle(chosen.slot, auth)
-        ended = Ended(ids, cached, generated)
+        ended = Ended(ids, generated)
         stored = found.stored if found is not None else 0
         # What a slot with windows holds has to be known to the last token (`Slots.held`).
         if live.attached.window or new_blocks(ended, stored, self._store.block_size):

@@ -18,11 +18,9 @@ from kvsnap.kvstore.store import Store
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that ended in a slot. `evaluated` and `generated` are None where it was cut off: the
-    server did not say them."""
+    """A request that ended in a slot. `generated` is None where it was cut off: the server did not say."""
 
     prompt: TokenIds
-    cached: int | None
     generated: int | None
 
 

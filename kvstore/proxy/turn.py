@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvsnap.formats.codecs import Codec
@@ -17,7 +17,8 @@ from kvsnap.formats.errors import KvsnapError
 from kvsnap.formats.names import TokenIds
 from kvsnap.kvstore.chain_reader import REMOTE
 from kvsnap.kvstore.proxy.answer import Outcome
-from kvsnap.kvstore.proxy.ending import AT_ONCE, Chosen, Endings
+from kvsnap.kvstore.proxy.choosing import Choosing, Chosen, StartedAnewError
+from kvsnap.kvstore.proxy.ending import AT_ONCE, Endings
 from kvsnap.kvstore.proxy.link import Link, Live
 from kvsnap.kvstore.proxy.prompt import Request, token_ids
 from kvsnap.kvstore.proxy.restore import Draft, draft
@@ -32,14 +33,8 @@ Deliver = Callable[
     Awaitable[Outcome],
 ]
 """Forward a body; call the first when the response begins, and add the headers that the second gives."""
-_REFUSED = 400
 _LOOK = 0.02
 """Seconds between two looks at whether a request was started."""
-
-
-class _StartedAnewError(Exception):
-    """The server counts its tasks from the start again, in the middle of a turn: it was started anew, or
-    slept and lost its slots."""
 
 
 class Turns:
@@ -55,7 +50,8 @@ class Turns:
         told: Told,
     ) -> None:
         self._upstream, self._link, self._store = upstream, link, store
-        self._files, self._told = files, told
+        self._told = told
+        self._choosing = Choosing(upstream, files, told)
         self._ending = Endings(upstream, store, files, codec, told)
         self._drafting = asyncio.Semaphore(AT_ONCE)
         self._endings: set[asyncio.Task[None]] = set()
@@ -68,10 +64,10 @@ class Turns:
         try:
             try:
                 return await self._serve(request, auth, deliver)
-            except _StartedAnewError:
+            except StartedAnewError:
                 self._link.forget()
                 return await self._serve(request, auth, deliver)
-        except _StartedAnewError:
+        except StartedAnewError:
             return False
         finally:
             self._serving -= 1
@@ -94,7 +90,7 @@ class Turns:
             found = await self._draft(live, ids, now)
             async with live.slots.launch():
                 try:
-                    chosen = await self._choose(live, claim, ids, found, auth)
+                    chosen = await self._choosing.choose(live, claim, ids, found, auth)
                 except UpstreamError as error:
                     self._told.once("slots", error)
                     return False
@@ -190,68 +186,6 @@ class Turns:
             self._told.once("remote" if problem.startswith(REMOTE) else "damage", problem)
         return found
 
-    async def _choose(
-        self,
-        live: Live,
-        claim: Claim,
-        ids: TokenIds,
-        found: Draft | None,
-        auth: Mapping[str, str],
-    ) -> Chosen:
-        """Look at the slots, restore into one where that brings more, and claim it."""
-        now = await self._upstream.slots(auth)
-        if live.slots.went_back(now):
-            raise _StartedAnewError
-        best, held = live.slots.held(now, ids)
-        if found is not None and found.buffer is not None and found.tokens > held:
-            slot = live.slots.spare(now)
-            claim.take(slot)
-            live.slots.note(slot, None)
-            if await self._restore(live, slot, found, auth):
-                return Chosen(slot, found.tokens, 0)
-            return Chosen(slot, 0, 0)
-        slot = best if best >= 0 else live.slots.spare(now)
-        claim.take(slot)
-        return Chosen(slot, 0, held)
-
-    async def _restore(self, live: Live, slot: int, found: Draft, auth: Mapping[str, str]) -> bool:
-        """Whether the server took the slot file; where it did not, its slot is empty."""
-        assert found.buffer is not None
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        try:
-            with self._files.name() as name:
-                await _to_its_end(asyncio.to_thread(self._files.write, name, found.buffer))
-                answer = await self._restored(live, slot, name, found.tokens, auth)
-        except UpstreamError as error:
-            self._told.once("restore", error)
-            live.truth.saw(found.tokens, 0)  # one that refuses again and again is asked no more
-            return False
-        except OSError as error:
-            self._told.once("restore", f"no slot file can be written: {error}")
-            return False
-        live.rates.saw_restore(found.tokens, found.seconds + clock() - begun)
-        return bool(answer.get("n_restored", found.tokens) == found.tokens)
-
-    async def _restored(
-        self, live: Live, slot: int, name: str, tokens: int, auth: Mapping[str, str]
-    ) -> Mapping[str, Any]:
-        """Slots that share one cache may leave no room: idle ones are erased then, as the server does
-        for a request and not for a restore."""
-        while True:
-            try:
-                return await self._upstream.slot_action(slot, "restore", name, auth)
-            except UpstreamError as error:
-                if error.status != _REFUSED:
-                    raise
-                others = [o for o in await self._upstream.slots(auth) if o.number != slot]
-                full = sum(one.tokens for one in others) + tokens > live.attached.n_ctx
-                victim = live.slots.longest_unused(others)
-                if not full or victim is None:
-                    raise
-                await self._upstream.slot_action(victim, "erase", auth=auth)
-                live.slots.note(victim, None)
-
     def _headers(
         self, live: Live, chosen: Chosen
     ) -> Callable[[Mapping[str, Any]], Mapping[str, str]]:
@@ -324,13 +258,3 @@ class Turns:
             return await self._upstream.slots()
         except UpstreamError:
             return []
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """A thread is not cancelled with its caller: wait for it, so that it leaves no file behind."""
-    running = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(running)
-    finally:
-        if not running.done():
-            await asyncio.wait({running})

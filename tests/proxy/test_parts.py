@@ -19,7 +19,8 @@ from kvsnap.formats.interchange.llamacpp import LayerType, StateType
 from kvsnap.formats.layout import Group, Layout, Plane
 from kvsnap.formats.names import token_array
 from kvsnap.kvstore.proxy.answer import Outcome, Tail, timings_of
-from kvsnap.kvstore.proxy.ending import Chosen, _is_ours
+from kvsnap.kvstore.proxy.choosing import Chosen
+from kvsnap.kvstore.proxy.ending import _is_ours
 from kvsnap.kvstore.proxy.forward import passed_on
 from kvsnap.kvstore.proxy.measure import Rates
 from kvsnap.kvstore.proxy.rows import SlotLanding, SlotRows
@@ -290,19 +291,19 @@ def test_only_tokens_whose_rows_are_sure_are_kept(
     prompt: int, generated: int | None, inside: int, sure: int
 ) -> None:
     file: Any = SimpleNamespace(token_ids=IDS[:inside])
-    assert sure_tokens(Ended(IDS[:prompt], 0, generated), file) == sure
+    assert sure_tokens(Ended(IDS[:prompt], generated), file) == sure
 
 
 def test_a_slot_that_holds_another_prompt_keeps_what_they_share() -> None:
     other = IDS.copy()
     other[12] += 1
     file: Any = SimpleNamespace(token_ids=other)
-    assert sure_tokens(Ended(IDS[:30], 0, 11), file) == 12
+    assert sure_tokens(Ended(IDS[:30], 11), file) == 12
 
 
 def test_a_slot_is_saved_only_for_a_new_filled_block() -> None:
-    ended = Ended(IDS[:30], 0, 3)
+    ended = Ended(IDS[:30], 3)
     assert new_blocks(ended, 0, 16)
     assert new_blocks(ended, 31, 16)
     assert not new_blocks(ended, 32, 16)
-    assert not new_blocks(Ended(IDS[:30], 0, 2), 20, 16)
+    assert not new_blocks(Ended(IDS[:30], 2), 20, 16)
