@@ -29,6 +29,8 @@ AT_ONCE = 2
 of a large model is a gigabyte."""
 _QUIET = 1.0
 """Seconds after an answer in which programs ask the next question; people take longer."""
+_ACCIDENTS = 2
+"""Slots in a row that are cut, or looked at, for nothing; then no more are in this process."""
 _PAUSE = 0.2
 _PATIENCE = 50
 """Looks, 0.2 s apart, at a slot whose client is gone."""
@@ -43,6 +45,7 @@ class Endings:
         self._upstream, self._store, self._files = upstream, store, files
         self._codec, self._told = codec, told
         self._storing = asyncio.Semaphore(AT_ONCE)
+        self._fetching = asyncio.Lock()
 
     async def end(
         self,
@@ -85,7 +88,7 @@ class Endings:
         computed = outcome.count("prompt_n")
         if cached is not None and computed is not None:
             await asyncio.to_thread(self._store.index.count_request, deepest, cached, computed)
-        if lacking is not None:
+        if lacking is not None and live.lost < _ACCIDENTS:
             await self._fetch(live, chosen.slot, lacking, stored, auth)
 
     async def _save(
@@ -121,30 +124,36 @@ class Endings:
         """Store a slot whose file lacks rows of sliding windows: it is cut for them, and holds nothing
         of use afterwards. So that is done when no next turn came for it."""
         await asyncio.sleep(_QUIET)
-        claim, slots = await live.slots.claim(), live.slots
-        try:
-            if not slots.take_again(claim, number, known, await self._upstream.slots(auth)):
-                return
-            slots.asks(number, known.token_ids)
-            slots.ending(number)
+        async with self._fetching:
+            claim = await live.slots.claim()
+            try:
+                now = await self._upstream.slots(auth)
+                if live.slots.take_again(claim, number, known, now):
+                    await self._fetch_now(live, number, known.token_ids, stored, auth)
+            finally:
+                if claim.release() and claim.slot >= 0:
+                    live.slots.has_ended(number)
 
-            async def cut(ids: TokenIds) -> SlotFile:
-                return await self._cut(live, number, ids, auth)
+    async def _fetch_now(
+        self, live: Live, number: int, ids: TokenIds, stored: int, auth: Mapping[str, str]
+    ) -> None:
+        live.slots.asks(number, ids)  # a next turn waits for the blocks
+        live.slots.ending(number)
 
-            start = stored // self._store.block_size * self._store.block_size
-            async with self._storing:
-                async with slots.saving(number):
-                    slot = await saved_slot(self._upstream, self._files, number, auth)
-                if not np.array_equal(slot.token_ids, known.token_ids):
-                    return
-                slot = await with_rows_from(slot, start, live.attached.window, cut)
-                tokens = len(slot.token_ids)
-                await asyncio.to_thread(
-                    store_blocks, self._store, live.attached, self._codec, slot, tokens
-                )
-        finally:
-            if claim.release() and claim.slot >= 0:
-                slots.has_ended(number)
+        async def cut(ids: TokenIds) -> SlotFile:
+            live.slots.note(number, None)
+            return await self._cut(live, number, ids, auth)
+
+        async with live.slots.saving(number):
+            slot = await saved_slot(self._upstream, self._files, number, auth)
+        if not np.array_equal(slot.token_ids, ids):
+            return
+        live.lost += 1
+        start = stored // self._store.block_size * self._store.block_size
+        slot = await with_rows_from(slot, start, live.attached.window, cut)
+        live.lost = 0
+        attached, tokens = live.attached, len(ids)
+        await asyncio.to_thread(store_blocks, self._store, attached, self._codec, slot, tokens)
 
     async def _cut(
         self, live: Live, number: int, ids: TokenIds, auth: Mapping[str, str]

@@ -27,6 +27,8 @@ class Live:
     def __init__(self, props: Props, attached: Attached, rates: Rates) -> None:
         self.props, self.attached, self.rates = props, attached, rates
         self.slots, self.truth = Slots(attached.slots, windows=attached.window > 0), Truth()
+        self.lost = 0
+        """Slots in a row that did not have the rows of their windows any more."""
 
 
 class Link:

@@ -125,7 +125,6 @@ class Slots:
         if not any(one.number == number and known.still(one) for one in self._idle(now)):
             return False
         claim.take(number)
-        self.note(number, None)
         return True
 
     def let_go(self, slot: int) -> None:

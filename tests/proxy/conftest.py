@@ -77,16 +77,15 @@ class Upstream:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def get(self, path: str) -> Any:
+        return httpx2.get(self.url + path, timeout=60).json()
+
     def slots(self) -> Any:
-        return httpx2.get(self.url + "/slots", timeout=60).json()
+        return self.get("/slots")
 
     def seen(self) -> Any:
         """The completions that it was asked for, but for the proxy's probe."""
-        return [
-            one
-            for one in httpx2.get(self.url + "/seen", timeout=60).json()
-            if one.get("n_predict") != 0
-        ]
+        return [one for one in self.get("/seen") if one.get("n_predict") != 0]
 
 
 class Proxy:

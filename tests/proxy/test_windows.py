@@ -210,6 +210,14 @@ def test_rows_that_a_server_lost_are_said_and_not_kept(
     assert text_of(proxy.chat(LONG))
     proxy.settle()
     assert blocks_of(store) == 0
+    for _ in range(2):
+        proxy.chat("once more " + LONG)
+        proxy.settle()
+    asked = len(upstream.get("/seen"))
+    proxy.chat("and again " + LONG)
+    proxy.settle()
+    assert len(upstream.get("/seen")) == asked + 1  # nothing is cut any more
+    assert blocks_of(store) == 0
     assert any("lost rows" in line for line in warnings_of(caplog))
 
 
