@@ -11,9 +11,9 @@ from kvsnap.cli import units
 from kvsnap.cli.engine import Loaded, count_tokens, require_engine
 from kvsnap.cli.inputs import read_source
 from kvsnap.cli.main import App
-from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.errors import Damaged, Unsupported, UsageError
 from kvsnap.formats.interchange import FORMATS, get_format, recognise
-from kvsnap.formats.interchange.foreign import Files, Format, Given
+from kvsnap.formats.interchange.foreign import Files, ForeignRows, Format, Given
 
 _GIVEN = {
     "batch_row": "batch_row",
@@ -48,7 +48,7 @@ def import_foreign(
     source = read_source(*sources)
     require_engine(options["engine"])
     more = {new: options[old] for old, new in _GIVEN.items()}
-    tokens = _most_tokens(options, source, lambda: found.read(files, Given(**more)).tokens)
+    tokens = _most_tokens(options, source, lambda: _read(found, files, Given(**more)).tokens)
     settings = {**options, "codec": None}
     loaded = Loaded(app, settings, tokens, name, tenant, saves=True)
     try:
@@ -56,7 +56,7 @@ def import_foreign(
         ids = given.token_ids if given is not None else None
         store = loaded.store
         target = Target(loaded.engine.identity(store.block_size, store.file_digest))
-        rows = found.read(files, target.given(token_ids=ids, **more))
+        rows = _read(found, files, target.given(token_ids=ids, **more))
         notes = given.notes(loaded.model) if given is not None else {"kind": "raw"}
         notes |= {
             "model": loaded.model,
@@ -122,6 +122,15 @@ def _format_of(path: Path, files: Files, name: str | None) -> Format:
             f"kvsnap doctor {path} says what is there; or name it: --from {', '.join(FORMATS)}",
         )
     return found
+
+
+def _read(found: Format, files: Files, given: Given) -> ForeignRows:
+    try:
+        return found.read(files, given)
+    except Damaged as error:  # a file of the caller's, and not one of the store's
+        raise type(error)(
+            error.what, error.hint or "save it anew with the tool that made it, or name its --from"
+        ) from error
 
 
 def _most_tokens(options: Mapping[str, Any], source: Any, in_file: Callable[[], int]) -> int:

@@ -95,7 +95,7 @@ def _write(rows: ForeignRows, given: Given) -> dict[str, bytes]:
     if (rows.k_type, rows.v_type) != ("f32", "f32") or rows.rotation != (0, 0):
         raise UsageError(
             f"quant.cpp files hold plain f32, and these rows are K {rows.k_type}, V {rows.v_type}",
-            "widen the rows to f32 first",
+            "a session that was saved with --cache-type-k f32 --cache-type-v f32 fits",
         )
     if given.version not in (None, _VERSION):
         raise Unsupported(f"version {given.version} cannot be written", f"version {_VERSION} can")
