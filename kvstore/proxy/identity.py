@@ -130,7 +130,7 @@ class Attacher:
             rates.saw_prompt(await self._upstream.evaluate(slot, ids.tolist()))
             try:
                 found = await saved_slot(self._upstream, self._files, slot)
-            except Unsupported as error:
+            except (Damaged, Unsupported) as error:
                 raise _no_use(error) from error
             if common_prefix(found.token_ids, ids) == len(ids):
                 found = await self._unmasked(slot, found)
@@ -196,11 +196,13 @@ async def saved_slot(
         return await asyncio.to_thread(_parsed, files, name)
 
 
-def _no_use(error: Unsupported) -> Unsupported:
-    """Why the slots of this model or server cannot be used."""
-    if "sliding-window" not in error.what:
+def _no_use(error: KvsnapError) -> Unsupported:
+    """Why the slots of this model or server cannot be used. Nothing in a slot file says that a recurrent
+    memory is in it: it is read as K and V, and found to be none."""
+    if isinstance(error, Unsupported) and "sliding-window" not in error.what:
         return error
-    return Unsupported(RECURRENT, "kvsnap save and kvsnap.llama_server handle such models")
+    hint = "kvsnap save and kvsnap.llama_server handle models with recurrent layers"
+    return Unsupported(f"{RECURRENT} ({error.what})", hint)
 
 
 def _parsed(files: SlotFiles, name: str) -> SlotFile:

@@ -22,8 +22,8 @@ from kvsnap.formats.names import TokenIds, token_array
 from kvsnap.kvstore.interchange.rounding import Difference, Rounding
 
 RECURRENT = (
-    "this model keeps more than K and V of every token (recurrent layers), and a slot file does not"
-    " bring that back: requests are forwarded as they come"
+    "the server's slots hold other things than K and V of every token, as those of recurrent layers, and"
+    " a slot file does not bring these back: requests are forwarded as they come"
 )
 PROBE_TOKENS = 64
 _ROUND = 256

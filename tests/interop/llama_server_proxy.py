@@ -27,6 +27,7 @@ from kvsnap.engines.llamacpp_load import LoadOptions
 from kvsnap.formats.names import common_prefix, token_array
 from kvsnap.kvstore.proxy import slot_files
 from kvsnap.kvstore.store import Store
+from kvsnap.testing.tiny_gguf import write_tiny
 from tests.proxy.conftest import Proxy, ProxyOptions, free_port
 
 SYSTEM = "You are the assistant of a small library. Answer in one short sentence. " * 12
@@ -300,6 +301,13 @@ def main() -> None:
                 one.stand()
                 _both(one, SYSTEM * 6)
                 check(not warnings, "it is served")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny(Path(folder) / "hybrid.gguf", "jamba", context=1024)
+        chat = ("-c", "1024", "--chat-template", "chatml")
+        with story("A small hybrid model", binary, *chat, model=path) as (one, warnings):
+            one.stand()
+            _plain(one)
+            check("recurrent" in " ".join(warnings), "the reason is said")
     say("\nall of it holds")
 
 

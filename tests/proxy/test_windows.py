@@ -202,6 +202,18 @@ def test_a_server_that_keeps_the_last_window_only_is_told_and_left_alone(
 
 
 @pytest.mark.engine
+def test_slots_with_another_memory_are_told_once_and_left_alone(
+    windowed: Path, start_upstream: Any, start_proxy: Any, store: Any, caplog: Any
+) -> None:
+    proxy = start_proxy(start_upstream(windowed, "--spoil", "tail"))
+    for _ in range(2):
+        assert "x-kvsnap-slot" not in proxy.chat(LONG).headers
+    (line,) = warnings_of(caplog)
+    assert "recurrent layers" in line
+    assert blocks_of(store) == 0
+
+
+@pytest.mark.engine
 def test_rows_that_a_server_lost_are_said_and_not_kept(
     windowed: Path, start_upstream: Any, start_proxy: Any, store: Any, caplog: Any
 ) -> None:

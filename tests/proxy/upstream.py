@@ -129,7 +129,8 @@ class Server:
             buffer[24:28] = 9
         if len(self.kinds) > 1:
             buffer = self._masked(slot, buffer)
-        path.write_bytes(buffer.tobytes())
+        tail = np.arange(40, dtype=np.uint8) if self.options.spoil == "tail" else buffer[:0]
+        path.write_bytes(np.concatenate([buffer, tail]).tobytes())
         return len(slot.ids)
 
     def _masked(self, slot: Slot, buffer: Any) -> Any:
@@ -484,7 +485,7 @@ def main() -> None:
     parser.add_argument("--ignore-restore", action="store_true")
     parser.add_argument("--refuse-restore", action="store_true")
     parser.add_argument("--slot-version", type=int, default=4)
-    parser.add_argument("--spoil", choices=["nan", "ids"])
+    parser.add_argument("--spoil", choices=["nan", "ids", "tail"])
     parser.add_argument("--rope-freq-base", type=float, default=0.0)
     parser.add_argument("--lora-scale", type=float)
     parser.add_argument("--api-key")
