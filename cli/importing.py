@@ -119,7 +119,8 @@ def _format_of(path: Path, files: Files, name: str | None) -> Format:
     if found is None:
         raise Unsupported(
             f"{path} is nothing that kvsnap knows by its names and first bytes",
-            f"kvsnap doctor {path} says what is there; or name it: --from {', '.join(FORMATS)}",
+            f"kvsnap doctor {path if path.is_dir() else path.parent} says what is there; or name it:"
+            f" --from {', '.join(FORMATS)}",
         )
     return found
 
@@ -129,7 +130,7 @@ def _read(found: Format, files: Files, given: Given) -> ForeignRows:
         return found.read(files, given)
     except Damaged as error:  # a file of the caller's, and not one of the store's
         raise type(error)(
-            error.what, error.hint or "save it anew with the tool that made it, or name its --from"
+            error.what, error.hint or "save it anew with the tool that made it; is it such a file?"
         ) from error
 
 

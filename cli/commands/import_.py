@@ -27,9 +27,17 @@ Examples:
 @click.command("import", epilog=EXAMPLES)
 @click.argument("file", metavar="FILE")
 @click.argument("session", required=False)
-@click.option("--as", "new_name", metavar="NAME", help="Store it here under another name.")
-@click.option("--force", is_flag=True, help="Also over a session of other or more tokens here.")
-@click.option("--dry-run", is_flag=True, help="Show what would come; write nothing.")
+@click.option(
+    "--as", "new_name", metavar="NAME", help="kvsnap's own file: store it here under another name."
+)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="kvsnap's own file: also over a session of other or more tokens here.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="kvsnap's own file: show what would come; write nothing."
+)
 @click.option(
     "--from",
     "format_name",
@@ -100,7 +108,12 @@ def command(
 
     tenant, path = read_tenant(tenant_key_file), local_file(file)
     if options["format_name"] is not None or not is_portable(path):
-        if session is not None or new_name is not None or force or dry_run:
+        if new_name is not None or force or dry_run:
+            raise UsageError(
+                f"{path} is another tool's file: it becomes a new session, or is refused",
+                "leave out --as, --force and --dry-run, which are for files of kvsnap export",
+            )
+        if session is not None:
             raise UsageError(
                 f"{path} is another tool's file: it holds no named session",
                 "name the new session: --session NAME",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
 from kvsnap.cli.inputs import read_tenant, tenant_option
 from kvsnap.cli.main import App
 from kvsnap.cli.output import Output
-from kvsnap.formats.errors import Unsupported, UsageError
+from kvsnap.formats.errors import KvsnapError, Unsupported, UsageError
 
 EXAMPLES = """\b
 Examples:
@@ -106,6 +108,11 @@ def command(
             f"{host} is no loopback address, and whoever can connect can use the server",
             "add --expose if that is meant, or leave --host away",
         )
+    if _is_own(upstream, host, port):
+        raise UsageError(
+            f"{upstream} is where the proxy itself would listen",
+            "give the server's address with --upstream, or another --port",
+        )
     import uvicorn
 
     from kvsnap.formats.codecs import DEFAULT_CODEC
@@ -114,7 +121,9 @@ def command(
     from kvsnap.kvstore.remotes import default_url
     from kvsnap.kvstore.store import Store
 
-    tenant = read_tenant(tenant_key_file)
+    tenant, remote = read_tenant(tenant_key_file), default_url()
+    if write_behind and remote is None:
+        raise UsageError("--write-behind needs a remote", "set KVSNAP_REMOTE to its URL")
     options = ProxyOptions(
         upstream=upstream,
         slot_dir=slot_dir,
@@ -128,22 +137,23 @@ def command(
     with Store(
         app.store_path,
         capacity=app.settings.get("capacity"),
-        remote=default_url(),
+        remote=remote,
         write_behind=write_behind,
     ) as store:
         write_settings(store.place)  # raises where nothing can be kept, before hours of serving
-        application = create_app(store, options)
-        app.out.say(f"http://{host}:{port} in front of {upstream}, store {store.path}")
-        uvicorn.run(
-            application,
-            host=host,
-            port=port,
-            log_level="warning",
-            timeout_graceful_shutdown=10,
-            timeout_keep_alive=KEEP_ALIVE,
-            server_header=False,
-            date_header=False,
-        )
+        with _listener(host, port) as listener:  # first: an application has files in the folder
+            application = create_app(store, options)
+            port = listener.getsockname()[1]
+            app.out.say(f"http://{host}:{port} in front of {upstream}, store {store.path}")
+            config = uvicorn.Config(
+                application,
+                log_level="warning",
+                timeout_graceful_shutdown=10,
+                timeout_keep_alive=KEEP_ALIVE,
+                server_header=False,
+                date_header=False,
+            )
+            uvicorn.Server(config).run(sockets=[listener])
 
 
 def _load(rope: dict[str, Any]) -> Any:
@@ -152,6 +162,32 @@ def _load(rope: dict[str, Any]) -> Any:
 
     own = {"cache_type_k": "f16", "cache_type_v": "f16", "flash_attn": "off"}
     return load_options({**own, "ctx": None, "threads": None, "lora": None, **rope})
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise KvsnapError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            "give another --port, or --host",
+        ) from error
+
+
+def _is_own(upstream: str, host: str, port: int) -> bool:
+    """Whether requests would go from the proxy to itself, and on, until it has no file handles left."""
+    try:
+        url = urlsplit(upstream)
+        there = url.port or (443 if url.scheme == "https" else 80)
+    except ValueError:
+        return False
+    name = url.hostname or ""
+    return there == port and (name == host or (_is_loopback(name) and _is_here(host)))
+
+
+def _is_here(host: str) -> bool:
+    return _is_loopback(host) or host in ("0.0.0.0", "::")
 
 
 def _is_loopback(host: str) -> bool:

@@ -99,6 +99,8 @@ class Format:
     """Of K's elements, as `write` wants them."""
     is_folder: bool = False
     """Whether what is written is a folder of files, whose names tell something."""
+    has_versions: bool = False
+    """Whether `write` looks at the version that is wanted."""
 
 
 def only(files: Files) -> memoryview:

@@ -202,5 +202,11 @@ def _write(rows: ForeignRows, given: Given) -> dict[str, bytes]:
 
 
 SLOT = Format(
-    "llama-server", "llama-server slot file", is_packed_sequence, _read, _write, order=GGUF
+    "llama-server",
+    "llama-server slot file",
+    is_packed_sequence,
+    _read,
+    _write,
+    order=GGUF,
+    has_versions=True,
 )

@@ -190,7 +190,7 @@ def _parse(buffer: memoryview, version: int, extension_words: int) -> State:
         raise Unsupported(
             f"{len(buffer) - reader.at} bytes follow the attention state"
             " (sliding-window or recurrent memory)",
-            "this is a state of several memories",
+            "a file that is longer than it says is not read, nor is a state of several memories",
         )
     return state
 

@@ -181,6 +181,7 @@ SEQUENCE = Format(
     _read_sequence,
     _write_sequence,
     order=GGUF,
+    has_versions=True,
 )
 SESSION = Format(
     "llama.cpp-session",
@@ -189,4 +190,5 @@ SESSION = Format(
     _read_session,
     _write_session,
     order=GGUF,
+    has_versions=True,
 )

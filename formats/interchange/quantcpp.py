@@ -119,4 +119,12 @@ def _write(rows: ForeignRows, given: Given) -> dict[str, bytes]:
     return {"context.kv": b"".join(parts)}
 
 
-QUANTCPP = Format("quant.cpp", "quant.cpp context file", _recognise, _read, _write, order=GGUF)
+QUANTCPP = Format(
+    "quant.cpp",
+    "quant.cpp context file",
+    _recognise,
+    _read,
+    _write,
+    order=GGUF,
+    has_versions=True,
+)

@@ -37,7 +37,7 @@ def given_size(given: Given, name: str) -> int:
     value = getattr(given, name)
     if value is None:
         hint = f"give {name}{_OPTIONS.get(name, '')}"
-        raise UsageError(f"{_MEANING[name]} cannot be told from the file", hint)
+        raise UsageError(f"nothing tells {_MEANING[name]}", hint)
     if type(value) is not int or not 1 <= value <= _MOST:
         raise UsageError(f"{name} is {value!r}, and {_MEANING[name]} is a number from 1 on")
     return value
@@ -55,7 +55,7 @@ def given_ids(given: Given) -> TokenIds:
 def element_bytes(dtype: str | None) -> int:
     """Bytes of one element; `Unsupported` for a type that no engine's cache of plain elements has."""
     if dtype is None:
-        raise UsageError(f"{_MEANING['dtype']} cannot be told from the file", "give dtype")
+        raise UsageError(f"nothing tells {_MEANING['dtype']}", "give dtype")
     kind = ggml_type_named(dtype)
     if kind.quantized:
         raise Unsupported(f"pages of type {kind.name} are llama.cpp's alone")

@@ -46,6 +46,8 @@ def export_files(
     Raises `NotFound` where a block is not in the store any more, `Unsupported` or `UsageError` where the
     format cannot hold the rows or must be told more.
     """
+    if options.get("version") is not None and not to.has_versions:
+        raise UsageError(f"{to.title} has no versions to choose from", "leave out --format-version")
     target = Target(session.record.identity)
     rows = session_rows(store, session, tenant, target, to.order)
     assert to.write is not None

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvsnap.engines.llamacpp_load import LoadOptions
 from kvsnap.formats.codecs import DEFAULT_CODEC, get_codec
-from kvsnap.formats.errors import UsageError
+from kvsnap.formats.errors import NotFound, UsageError
 from kvsnap.formats.tenant import Tenant
 from kvsnap.kvstore.proxy.answer import Outcome
 from kvsnap.kvstore.proxy.forward import Headers, forward, refuse
@@ -54,6 +54,8 @@ def create_app(store: Store, options: ProxyOptions) -> Starlette:
         raise UsageError(
             f"{options.upstream!r} is no URL of a server", "give --upstream http://127.0.0.1:8080"
         )
+    if options.model is not None and not options.model.is_file():
+        raise NotFound(f"no model file {options.model}", "check the path after --model")
     codec = get_codec("raw" if store.encrypt else options.codec)
     if codec.lossy:
         raise UsageError(

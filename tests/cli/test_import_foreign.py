@@ -98,6 +98,8 @@ def test_the_model_of_an_import_must_be_given_and_the_session_be_new(
         (["import", SLOT, "s", "--model", model], "--session NAME"),
         (["import", SLOT, "--model", model, "--session", "s"], "another name"),
         (["import", SLOT, "--from", "mlx", "--model", model, "--session", "a"], "mlx-lm"),
+        (["import", SLOT, "--model", model, "--session", "a", "--dry-run"], "leave out"),
+        (["import", SLOT, "--model", model, "--session", "s", "--force"], "leave out"),
     ]:
         done = kvsnap(*arguments)
         assert done.code == 2, (arguments, done.err)
@@ -162,6 +164,10 @@ def test_an_export_is_there_whole_or_not_at_all(kvsnap: Any, tmp_path: Path) -> 
     assert kvsnap("export", "s", "--to", "llama.cpp", out).code == 2
     assert out.read_text() == "mine"
     assert kvsnap("export", "s", "--to", "quant.cpp", tmp_path / "q.kv").code in (1, 2)
+    versioned = kvsnap("export", "s", "--to", "mlx-lm", "--format-version", 3, tmp_path / "m")
+    assert versioned.code == 2
+    assert "no versions" in versioned.err
+    assert not (tmp_path / "m").exists()
     assert not (tmp_path / "q.kv").exists()
     assert kvsnap("export", "s", "--to", "llama.cpp", "--force", out).code == 0
     assert out.read_bytes()[:4] == b"qsgg"

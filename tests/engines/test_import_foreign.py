@@ -18,6 +18,7 @@ from kvsnap.formats.interchange.foreign import GGUF, HALVES, ForeignRows
 from kvsnap.formats.names import token_array
 from kvsnap.kvstore.interchange.fitting import Target
 from kvsnap.kvstore.interchange.importing import ImportReport, import_rows, token_ids_of
+from tests.engines.shifting import shift
 
 pytestmark = pytest.mark.engine
 
@@ -198,18 +199,9 @@ def test_rows_that_were_shifted_over_tokens_which_are_gone_are_refused(
 ) -> None:
     """As llama-server's context shift and --cache-reuse leave them: the first block is right, V of the first
     layer is that of the ids, and the last block was computed on top of what is there."""
-    keep, gone, before = 64, 40, 190
     llm.reset()
-    LlamaCpp(llm).evaluate(ids[:before])
-    memory = llama_cpp.llama_get_memory(llm.ctx)
-    assert llama_cpp.llama_memory_seq_rm(memory, 0, keep, keep + gone)
-    llama_cpp.llama_memory_seq_add(memory, 0, keep + gone, before, -gone)
-    kept = np.concatenate([ids[:keep], ids[keep + gone : before]])
-    llm.n_tokens = len(kept)
-    llm.input_ids[: len(kept)] = kept
-    engine = LlamaCpp(llm)
-    engine.evaluate(ids[:80])
-    now = np.concatenate([kept, ids[:80]])
+    engine = shift(llm, ids, 64, 40, 190, ids[:80])
+    now = engine.token_ids()
     rows = target_of(engine).give(engine.export(0, len(now)), now, GGUF)
     with pytest.raises(Damaged, match="not what this model computes"):
         take(store, llm, rows)

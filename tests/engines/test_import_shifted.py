@@ -19,6 +19,7 @@ from kvsnap.kvstore.interchange.checking import BETWEEN
 from kvsnap.kvstore.interchange.fitting import Target
 from kvsnap.kvstore.interchange.importing import ImportReport, import_rows
 from kvsnap.testing.tiny_gguf import write_tiny
+from tests.engines.shifting import shift
 
 pytestmark = pytest.mark.engine
 BLOCK, TOKENS = 64, 64 * 20
@@ -44,18 +45,10 @@ def take(llm: llama_cpp.Llama, ids: TokenIds, path: Path, **more: Any) -> Import
         return import_rows(kvsnap.Session(store, LlamaCpp(llm), "s"), rows, ids, **more)
 
 
-def shift(llm: llama_cpp.Llama, keep: int, gone: int, before: int) -> TokenIds:
-    """Evaluate, forget what follows the first `keep` tokens and close the gap, as llama-server does."""
-    LlamaCpp(llm).evaluate(IDS[:before])
-    memory = llama_cpp.llama_get_memory(llm.ctx)
-    assert llama_cpp.llama_memory_seq_rm(memory, 0, keep, keep + gone)
-    llama_cpp.llama_memory_seq_add(memory, 0, keep + gone, before, -gone)
-    kept = np.concatenate([IDS[:keep], IDS[keep + gone : before]])
-    llm.n_tokens = len(kept)
-    llm.input_ids[: len(kept)] = kept
-    engine = LlamaCpp(llm)
-    engine.evaluate(IDS[before : before + TOKENS - len(kept)])
-    return engine.token_ids()
+def shifted(llm: llama_cpp.Llama, keep: int, gone: int, before: int) -> TokenIds:
+    """The ids that a shifted context holds in the end."""
+    after = IDS[before : before + TOKENS - (before - gone)]
+    return shift(llm, IDS, keep, gone, before, after).token_ids()
 
 
 def test_a_long_file_is_computed_in_nine_blocks(llm: llama_cpp.Llama, tmp_path: Path) -> None:
@@ -75,7 +68,7 @@ def test_a_long_file_is_computed_in_nine_blocks(llm: llama_cpp.Llama, tmp_path: 
 def test_what_was_shifted_is_refused(
     llm: llama_cpp.Llama, tmp_path: Path, keep: int, gone: int, before: int
 ) -> None:
-    ids = shift(llm, keep, gone, before)
+    ids = shifted(llm, keep, gone, before)
     assert len(ids) == TOKENS
     with pytest.raises(Damaged, match="not what this model computes"):
         take(llm, ids, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +58,12 @@ def test_the_command_serves_until_it_is_told_to_end_and_leaves_nothing(
         (["--host", "0.0.0.0"], "--expose"),
         (["--host", "example.org"], "--expose"),
         (["--upstream", "localhost:1"], "no URL"),
+        (["--upstream", "http://localhost:8081"], "itself"),
+        (["--upstream", "http://127.0.0.1:7/v1", "--port", "7"], "itself"),
+        (["--host", "0.0.0.0", "--expose", "--upstream", "http://[::1]:8081"], "itself"),
+        (["--host", "203.0.113.5", "--expose"], "cannot listen"),
+        (["--model", "/no/such/model.gguf"], "no model file"),
+        (["--write-behind"], "KVSNAP_REMOTE"),
         (["--codec", "q4"], "lossy"),
         (["--slot-dir", "/no/such/folder"], "no folder"),
     ],
@@ -70,4 +77,18 @@ def test_options_that_cannot_be_right_are_refused(
     )
     assert done.returncode in (1, 2)
     assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["s"])
+
+
+def test_a_port_that_is_taken_is_one_clear_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [*KVSNAP, "proxy", "--slot-dir", str(tmp_path), "--store", str(tmp_path / "s")]
+        done = subprocess.run(
+            [*command, "--port", port], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
     assert len(done.stderr.splitlines()) == 2

@@ -105,6 +105,13 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(folder / "tiny.gguf", "gemma3", context=1024)
 
 
+def next_turn(answer: Any, turn: int) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant", "content": text_of(answer)},
+        {"role": "user", "content": f"and {turn}?"},
+    ]
+
+
 @pytest.mark.engine
 def test_a_prompt_of_many_windows_is_kept_and_restored(
     windowed: Path, start_upstream: Any, start_proxy: Any, store: Any, caplog: Any
@@ -160,10 +167,7 @@ def test_a_conversation_goes_on_in_its_slot_and_after_a_restart(
             assert timings["prompt_n"] <= BLOCK + tokens - seen
         proxy.settle()
         seen = tokens
-        messages += [
-            {"role": "assistant", "content": text_of(answer)},
-            {"role": "user", "content": f"and {turn}?"},
-        ]
+        messages += next_turn(answer, turn)
         if turn == 2:
             upstream.restart()
 
@@ -181,10 +185,7 @@ def test_a_next_question_at_once_finds_its_slot_as_it_was(
         timings = answer.json()["timings"]
         assert timings["cache_n"] >= before - BLOCK
         before = timings["cache_n"] + timings["prompt_n"]
-        messages += [
-            {"role": "assistant", "content": text_of(answer)},
-            {"role": "user", "content": f"and {turn}?"},
-        ]
+        messages += next_turn(answer, turn)
     proxy.settle()
     assert blocks_of(store) >= before // BLOCK
 
