@@ -44,7 +44,7 @@ def store_blocks(
     """In a thread: store what is new among the first `tokens` tokens; how many blocks were written.
     Raises `KvsnapError`."""
     theirs, ours = slot.kinds, attached.kinds
-    if [same_slots(kind) for kind in theirs] != [same_slots(kind) for kind in ours]:
+    if [_same_slots(kind) for kind in theirs] != [_same_slots(kind) for kind in ours]:
         raise Damaged(
             "the server's slot is of another kind than at the start",
             "start the proxy anew: another model was loaded",
@@ -63,7 +63,7 @@ def store_blocks(
     return len(writer.written)
 
 
-def same_slots(kind: StateType) -> object:
+def _same_slots(kind: StateType) -> object:
     """What is equal in all slot files of one server."""
     return kind.layers, kind.rotation_k, kind.rotation_v
 
